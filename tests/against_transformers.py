@@ -17,8 +17,7 @@ from conftest import make_layout, make_step
 from flax import nnx
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.weights.family import families
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Name, families
 from jaxtrain.parallel.sharding import flatten
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer

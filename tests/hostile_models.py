@@ -156,9 +156,8 @@ def _model(kind: str) -> Any:
 
 
 def make_model(kind: str, folder: Path) -> None:
-    from jaxtrain.models.weights.family import family_for
+    from jaxtrain.models.weights.family import family_for, their_shapes
     from jaxtrain.models.weights.formats import safetensors
-    from jaxtrain.models.weights.names import their_shapes
     from jaxtrain.models.weights.sentences import write_sentence_files
 
     model = _model(kind)

@@ -160,7 +160,7 @@ def test_a_component_takes_its_own_settings():
 INTERFACES = {
     "models.model", "models.language_model",
     *(f"models.weights.{name}" for name in (
-        "config_file", "config_keys", "names", "family", "folder", "sentences",
+        "config_file", "family", "folder", "sentences",
         "families.grouped_query", "families.rope", "formats.safetensors", "formats.awq",
         "formats.mxfp4", "formats.float8", "formats.gguf", "formats.gguf_metadata",
     )),

@@ -8,8 +8,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import Irrelevant, Used
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_keys import QUANTIZATION
+from jaxtrain.models.weights.config_file import QUANTIZATION, ConfigFile
 from jaxtrain.models.weights.family import families, model_of
 
 transformers = pytest.importorskip("transformers", reason="its classes are the peer")

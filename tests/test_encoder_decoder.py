@@ -18,7 +18,7 @@ from jaxtrain.data.pairs.source import PairData, pair
 from jaxtrain.models.recurrent.seq2seq import Seq2Seq
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.transformer import Transformer
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Name
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.encoder_decoder import AROUND, DECODER, ENCODER

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.family import family_for, their_shapes
 from jaxtrain.models.weights.formats.safetensors import write
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training import layouts

@@ -14,9 +14,8 @@ from gguf_files import interleaved
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.family import family_for, their_shapes
 from jaxtrain.models.weights.formats.gguf import GgufFile
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of
 from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose

@@ -9,8 +9,8 @@ from browser import browser, needs_chromium
 from html_pages import cells, read
 
 from jaxtrain.cli import main
-from jaxtrain.run.show.html.charts import ticks
-from jaxtrain.run.show.html.page import element, join
+from jaxtrain.run.show.html_charts import ticks
+from jaxtrain.run.show.html_page import element, join
 
 HOSTILE = "</title><script>alert(1)</script>\"'&lt;\u202e\x1b"
 SMALL = ["-b", "GPT.num_layers=2", "-b", "Train.steps=1000"]

@@ -12,10 +12,9 @@ from flax import nnx
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.family import families
+from jaxtrain.models.weights.family import families, their_shapes
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.formats.safetensors import raw, write
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.huggingface import importing, parameters, receipt
 from jaxtrain.run.start import first_parameters
 from jaxtrain.run.trainer import Trainer

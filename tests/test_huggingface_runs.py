@@ -15,9 +15,8 @@ from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.family import family_for, their_shapes
 from jaxtrain.models.weights.formats.safetensors import raw, read_header, write
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.checkpoint.metadata import of_published
 from jaxtrain.run.commands.huggingface import first_use
 from jaxtrain.run.huggingface import receipt

@@ -16,7 +16,6 @@ from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.compiled.costs import costs, readers
 from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.planning.textbook.flops import count_flops
-from jaxtrain.analysis.profiling.ceilings import Ceilings, ceilings
 from jaxtrain.analysis.profiling.events import (
     Run,
     divide_time,
@@ -24,7 +23,7 @@ from jaxtrain.analysis.profiling.events import (
     operation_times,
     until_done,
 )
-from jaxtrain.analysis.profiling.operations import origin_of
+from jaxtrain.analysis.profiling.operations import Ceilings, ceilings, origin_of
 from jaxtrain.analysis.profiling.recorder import Recorder
 from jaxtrain.config.errors import UserError
 

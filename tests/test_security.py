@@ -83,7 +83,7 @@ WALL_CLOCKS = {
     "run/attempts/goodput.py",
     "run/attempts/slurm.py",
     "run/attempts/watchdog.py",
-    "run/show/html/page.py",
+    "run/show/html_page.py",
     "run/metrics/files.py",
     "run/metrics/tracking.py",
 }

@@ -15,7 +15,7 @@ from parity import assert_equal, evaluate
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.source import pair
 from jaxtrain.models.recurrent.seq2seq import Seq2Seq
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Name
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generation.beams import BeamSearch

@@ -19,7 +19,7 @@ from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.models.recurrent.rnn import GRU, LSTM, RNN
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Name
 from jaxtrain.training.preflight.preflight import check
 
 SHAPES = {

@@ -25,10 +25,9 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.models.weights.family import families, family_for, model_of
+from jaxtrain.models.weights.family import families, family_for, model_of, their_shapes
 from jaxtrain.models.weights.folder import Folder, match
 from jaxtrain.models.weights.formats.safetensors import write
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.sharding import flatten
 

@@ -8,8 +8,8 @@ from jaxtrain.analysis.planning.side_by_side import Entry
 from jaxtrain.analysis.planning.timing.timing import StepTime
 from jaxtrain.analysis.verify.verify import Report, proof_table, show_end, show_small
 from jaxtrain.config.writer import changes
-from jaxtrain.run.show.html import charts
-from jaxtrain.run.show.html.page import (
+from jaxtrain.run.show import html_charts
+from jaxtrain.run.show.html_page import (
     Html,
     Recorder,
     Tile,
@@ -142,7 +142,7 @@ def _charts(plan: Plan) -> list[Html]:
     if capacity is not None:
         limits = dict.fromkeys(bars, float(capacity))
     found = [
-        charts.stacked_bars(
+        html_charts.stacked_bars(
             "Memory of one device, of its capacity", bars, human_bytes, limits=limits
         )
     ]
@@ -154,7 +154,7 @@ def _charts(plan: Plan) -> list[Html]:
             else {"schedule": plan.time, "closed forms": closed}
         )
         found.append(
-            charts.stacked_bars(
+            html_charts.stacked_bars(
                 "Time of one step, predicted",
                 {name: _pieces(one) for name, one in times.items()},
                 human_seconds,
@@ -163,7 +163,9 @@ def _charts(plan: Plan) -> list[Html]:
     traffic = show.traffic_by_axis(plan)
     if traffic:
         by_axis = {f"axis {axis}": {"traffic": size} for axis, size in traffic.items()}
-        found.append(charts.stacked_bars("Traffic of one device and step", by_axis, human_bytes))
+        found.append(
+            html_charts.stacked_bars("Traffic of one device and step", by_axis, human_bytes)
+        )
     return found
 
 
@@ -184,7 +186,7 @@ def _compare(made: Sequence[tuple[str, Plan]]) -> Html:
         if plan.target.chip.hbm_bytes is not None
     }
     found = [
-        charts.stacked_bars(
+        html_charts.stacked_bars(
             "Memory of one device, of its capacity", memory, human_bytes, limits=limits
         )
     ]
@@ -192,13 +194,13 @@ def _compare(made: Sequence[tuple[str, Plan]]) -> Html:
     known = {name: run for name, run in runs.items() if run is not None}
     if known:
         took = {name: {"time": run.days * _DAY} for name, run in known.items()}
-        found.append(charts.stacked_bars("The whole run, predicted", took, human_seconds))
+        found.append(html_charts.stacked_bars("The whole run, predicted", took, human_seconds))
         if all(run.dollars is not None for run in known.values()):
             cost = {name: {"cost": run.dollars or 0.0} for name, run in known.items()}
-            found.append(charts.stacked_bars("Cost", cost, "${:,.0f}".format))
+            found.append(html_charts.stacked_bars("Cost", cost, "${:,.0f}".format))
         else:
             hours = {name: {"device-hours": run.device_hours} for name, run in known.items()}
-            found.append(charts.stacked_bars("Device-hours", hours, "{:,.4g}".format))
+            found.append(html_charts.stacked_bars("Device-hours", hours, "{:,.4g}".format))
     return element("div", *found, class_="charts") if made else Html()
 
 

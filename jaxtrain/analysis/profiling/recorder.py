@@ -11,9 +11,8 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.compiled.costs import readers
 from jaxtrain.analysis.planning.compiled.hlo import parse
-from jaxtrain.analysis.profiling.ceilings import ceilings
 from jaxtrain.analysis.profiling.events import newest_trace, operation_times
-from jaxtrain.analysis.profiling.operations import Figures, Profile, profile
+from jaxtrain.analysis.profiling.operations import Figures, Profile, ceilings, profile
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.show.progress import print_lines

@@ -18,9 +18,14 @@ from jaxtrain.models.model import validate_features
 from jaxtrain.nn.execution import HIDDEN
 from jaxtrain.nn.layers import map_of_vectors
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.recurrent.bidirectional import RecurrentLayer, in_directions, validate_directions
 from jaxtrain.nn.recurrent.lstm import LSTMLayer
-from jaxtrain.nn.recurrent.recurrent import gru_layer, rnn_layer
+from jaxtrain.nn.recurrent.recurrent import (
+    RecurrentLayer,
+    gru_layer,
+    in_directions,
+    rnn_layer,
+    validate_directions,
+)
 from jaxtrain.nn.transformer.decoder import Decoder
 
 # The setting of each logical axis's size: for messages about sizes that do not divide.

@@ -15,8 +15,13 @@ from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.kv_cache import Cached
-from jaxtrain.nn.recurrent.bidirectional import RecurrentLayer, in_directions, validate_directions
-from jaxtrain.nn.recurrent.recurrent import Recurrent, gru_layer
+from jaxtrain.nn.recurrent.recurrent import (
+    Recurrent,
+    RecurrentLayer,
+    gru_layer,
+    in_directions,
+    validate_directions,
+)
 from jaxtrain.nn.recurrent.seq2seq import GlobalAttention, RecurrentPair
 
 

@@ -18,11 +18,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.untrusted import parse_json_object, read_bounded
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights.family import Family, model_of
+from jaxtrain.models.weights.family import Family, model_of, their_shapes
 from jaxtrain.models.weights.formats import awq, float8, mxfp4
 from jaxtrain.models.weights.formats.gguf import GgufFile
 from jaxtrain.models.weights.formats.safetensors import DTYPES, Tensor, read_header
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.sentences import read_sentence_files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -19,12 +19,10 @@ from jaxtrain.config.key_table import (
     read_keys,
 )
 from jaxtrain.config.untrusted import MalformedError, parse_json
-from jaxtrain.models.weights.config_file import ConfigFile
+from jaxtrain.models.weights.config_file import SENTENCES_KEY, ConfigFile
 
 MODULES = "modules.json"
 _TRANSFORMER, _WHOLE = "sentence_bert_config.json", "config_sentence_transformers.json"
-# Key among config.json's entries.
-KEY = "sentence_transformers"
 _FOLDER = "1_Pooling"
 _TYPES = "sentence_transformers.models."
 # Its names of our modes, in older files a flag each, in newer ones the value of "pooling_mode".
@@ -76,7 +74,7 @@ TABLES: Mapping[str, KeyTable] = {
 
 
 def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
-    """Contents of the files next to config.json, as an entry `KEY` of it.
+    """Contents of the files next to config.json, as an entry `SENTENCES_KEY` of it.
 
     Args:
       read: the content of a file of the folder; None: there is none.
@@ -86,7 +84,7 @@ def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
         return {}
     modules = _json(content)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
-        return {KEY: {"modules": [MODULES]}}  # rejected as an unknown module
+        return {SENTENCES_KEY: {"modules": [MODULES]}}  # rejected as an unknown module
     kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
     found: dict[str, Any] = {"modules": kinds}
     for kind, one in zip(kinds, modules, strict=True):
@@ -94,12 +92,12 @@ def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
         if kind in ("Pooling", "Normalize") and re.fullmatch(r"[\w][\w.+-]*", path):
             found[kind.lower()] = _settings(read(f"{path}/config.json"))
     found["transformer"], found["whole"] = _settings(read(_TRANSFORMER)), _settings(read(_WHOLE))
-    return {KEY: found}
+    return {SENTENCES_KEY: found}
 
 
 def read_pooling(config: ConfigFile) -> dict[str, Any]:
     """Read the settings of embeddings; without such files the mean, as in sentence-transformers."""
-    pooling = config.table(KEY)
+    pooling = config.table(SENTENCES_KEY)
     modules = pooling.content.get("modules", ["Transformer", "Pooling"])
     allowed = ["Transformer", "Pooling", "Normalize"]
     if modules not in (allowed[:2], allowed):

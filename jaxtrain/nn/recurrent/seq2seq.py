@@ -18,7 +18,7 @@ from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.kv_cache import Cache
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, stack, under
-from jaxtrain.nn.recurrent.bidirectional import BothWays
+from jaxtrain.nn.recurrent.recurrent import BothWays
 from jaxtrain.nn.transformer.decoder import Layer
 from jaxtrain.parallel.sharding import shard
 

@@ -14,9 +14,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.key_table import KeyTable, Only, check_keys, ignore_keys, only, read_keys
 from jaxtrain.config.untrusted import read_json_object
-from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.family import Name, family_for, their_shapes
 from jaxtrain.models.weights.formats import safetensors
-from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.run.huggingface.exporting import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import their_tensors

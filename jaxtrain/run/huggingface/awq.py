@@ -23,11 +23,10 @@ from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.family import Name, family_for, their_shapes
 from jaxtrain.models.weights.folder import CONFIG, Folder
 from jaxtrain.models.weights.formats import awq
 from jaxtrain.models.weights.formats.safetensors import read_header
-from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.nn.matmul.quantized import Quantized, unpack
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes

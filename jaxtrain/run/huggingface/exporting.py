@@ -29,10 +29,9 @@ from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, SETTINGS, ends_of
-from jaxtrain.models.weights.family import Family, family_for
+from jaxtrain.models.weights.family import Family, family_for, their_shapes
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder
 from jaxtrain.models.weights.formats import safetensors
-from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
 from jaxtrain.run.generation.answer import ends_of_run, published_folder
 from jaxtrain.run.huggingface import receipt

@@ -22,7 +22,7 @@ from jaxtrain.data.pairs.classed import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights.config_keys import DROPOUT
+from jaxtrain.models.weights.config_file import DROPOUT
 from jaxtrain.models.weights.folder import TOKENIZER, Published, match, open_published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices

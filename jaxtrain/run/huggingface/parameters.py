@@ -19,8 +19,8 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
+from jaxtrain.models.weights.family import Name, join
 from jaxtrain.models.weights.folder import Published, StoredTensor, match
-from jaxtrain.models.weights.names import Name, join
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.sharding import flatten
 from jaxtrain.training.finetune.tuning import partition

@@ -15,8 +15,8 @@ from jaxtrain.config.buckets import AnyPath, to_path
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors, writable, write_atomically
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
-from jaxtrain.run.show.html import charts
-from jaxtrain.run.show.html.page import Recorder, document, sections
+from jaxtrain.run.show import html_charts
+from jaxtrain.run.show.html_page import Recorder, document, sections
 from jaxtrain.run.show.progress import print_lines
 
 if TYPE_CHECKING:
@@ -264,8 +264,8 @@ def runs_page(runs: Sequence[Run], words: Sequence[str] = ()) -> bytes:
             for metric in metrics:
                 is_evaluation = metric.startswith("eval_")
                 found = curve(run.lines, metric, math.inf if is_evaluation else POINTS)
-                several.append(charts.Curve(number, *found, is_evaluation))
-        drawn.append(charts.Panel(name, several))
-    body, rules = charts.curves([run.name for run in runs], drawn)
+                several.append(html_charts.Curve(number, *found, is_evaluation))
+        drawn.append(html_charts.Panel(name, several))
+    body, rules = html_charts.curves([run.name for run in runs], drawn)
     title = f"{runs[0].name}: curves" if len(runs) == 1 else f"{len(runs)} runs compared"
     return document(title, body, sections(recorder.blocks), words=words, styles=rules, reads=_READS)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, ignore_keys, only, read_keys
 from jaxtrain.models.transformers.bert import BERT
-from jaxtrain.models.weights import config_keys, sentences
+from jaxtrain.models.weights import config_file, sentences
 from jaxtrain.models.weights.config_file import (
     CLASSES,
     ConfigFile,
@@ -16,8 +16,7 @@ from jaxtrain.models.weights.config_file import (
     number,
     requires,
 )
-from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name, layer_norm, linear
+from jaxtrain.models.weights.family import Family, Name, layer_norm, linear
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -157,7 +156,7 @@ _bare_encoder = {
 FAMILIES = (
     _bert(
         architecture="BertForMaskedLM",
-        rows=(*_bert_rows(config_keys.LANGUAGE), _MASKED),
+        rows=(*_bert_rows(config_file.LANGUAGE), _MASKED),
         names=lambda _: _BERT_MASKED,
         prefix="bert.",
         copies={
@@ -170,14 +169,14 @@ FAMILIES = (
     # Sentence encoders.
     _bert(
         architecture="BertModel",
-        rows=(*_bert_rows(config_keys.ENCODER), *_POOLING),
+        rows=(*_bert_rows(config_file.ENCODER), *_POOLING),
         **_bare_encoder,
     ),
     # Theirs classifies a text at its first token; ours classifies every token.
     _bert(
         architecture="BertForSequenceClassification",
         rows=(
-            *_bert_rows(config_keys.CLASSES), CLASSES, holds(objective="token_classification")
+            *_bert_rows(config_file.CLASSIFIER), CLASSES, holds(objective="token_classification")
         ),
         names=lambda _: _CLASSIFIER,
         prefix="bert.",
@@ -186,7 +185,7 @@ FAMILIES = (
     ),
     _roberta(
         architecture="RobertaForMaskedLM",
-        rows=(*_roberta_rows(config_keys.LANGUAGE), _MASKED),
+        rows=(*_roberta_rows(config_file.LANGUAGE), _MASKED),
         names=lambda _: _ROBERTA_MASKED,
         prefix="roberta.",
         copies={
@@ -197,7 +196,7 @@ FAMILIES = (
     ),
     _roberta(
         architecture="RobertaModel",
-        rows=(*_roberta_rows(config_keys.ENCODER), *_POOLING),
+        rows=(*_roberta_rows(config_file.ENCODER), *_POOLING),
         **_bare_encoder,
     ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.key_table import ignore_keys, only, read_keys
 from jaxtrain.models.transformers.deepseek import DeepSeek
-from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights import config_file
 from jaxtrain.models.weights.config_file import (
     ConfigFile,
     Row,
@@ -20,9 +20,8 @@ from jaxtrain.models.weights.config_file import (
     write_rows,
 )
 from jaxtrain.models.weights.families import rope
-from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.family import Family, Name
 from jaxtrain.models.weights.formats import float8
-from jaxtrain.models.weights.names import Name
 
 _PREFIX = "model."
 _COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -148,7 +147,7 @@ def _rows(
       normalize: the row of normalized gates.
     """
     return (
-        Row(config_keys.LANGUAGE),
+        Row(config_file.LANGUAGE),
         integer("vocab_size", "vocab_size"),
         integer("num_hidden_layers", "num_layers"),
         integer("first_k_dense_replace", "dense_layers", dense_layers),

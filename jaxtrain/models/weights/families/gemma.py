@@ -15,7 +15,7 @@ from jaxtrain.models.weights.config_file import (
 )
 from jaxtrain.models.weights.families import grouped_query, rope
 from jaxtrain.models.weights.families.grouped_query import GLOBAL, LOCAL, family, layer_types
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Name
 from jaxtrain.nn.transformer.decoder import DecoderSizes
 
 _ACTIVATION = "gelu_pytorch_tanh"

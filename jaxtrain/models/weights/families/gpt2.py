@@ -2,10 +2,9 @@
 
 from jaxtrain.config.key_table import only
 from jaxtrain.models.transformers.gpt import GPT
-from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights import config_file
 from jaxtrain.models.weights.config_file import Row, constant, derive, ignore, integer, number
-from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name, layer_norm, linear
+from jaxtrain.models.weights.family import Family, Name, layer_norm, linear
 
 _LAYER = "transformer.h.{L}"
 _NAMES = (
@@ -24,7 +23,7 @@ _GPT2 = Family(
     model_type="gpt2",
     model=GPT,
     rows=(
-        Row(config_keys.LANGUAGE),
+        Row(config_file.LANGUAGE),
         integer("vocab_size", "vocab_size"),
         integer("n_layer", "num_layers"),
         integer("n_embd", "embed_dim"),

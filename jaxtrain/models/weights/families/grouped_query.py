@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.config.key_table import ignore_keys, only, read_keys
-from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights import config_file
 from jaxtrain.models.weights.config_file import (
     ConfigFile,
     Row,
@@ -17,8 +17,7 @@ from jaxtrain.models.weights.config_file import (
     write_only,
 )
 from jaxtrain.models.weights.families import rope
-from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Family, Name
 from jaxtrain.nn.transformer.decoder import DecoderSizes
 
 # Layer names of all of them.
@@ -133,7 +132,7 @@ def width_rows(
     return (
         Row(
             {
-                **config_keys.LANGUAGE,
+                **config_file.LANGUAGE,
                 "attention_bias": only(False),
                 "mlp_bias": only(False),
                 "lm_head_bias": only(False),

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.config.key_table import only, read_keys
 from jaxtrain.models.convolutional.resnet import BLOCKS_PER_STAGE, BOTTLENECKS, ResNet
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights import config_file
 from jaxtrain.models.weights.config_file import (
     CLASSES,
     ConfigFile,
@@ -18,8 +18,7 @@ from jaxtrain.models.weights.config_file import (
     number,
     requires,
 )
-from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name, layer_norm, linear
+from jaxtrain.models.weights.family import Family, Name, layer_norm, linear
 
 _CHANNELS = integer("num_channels", "channels", 3)
 
@@ -55,7 +54,7 @@ _VIT = Family(
     model_type="vit",
     model=ViT,
     rows=(
-        Row(config_keys.CLASSES),
+        Row(config_file.CLASSIFIER),
         _CHANNELS,
         integer("image_size", "image_size", 224),
         integer("patch_size", "patch_size", 16),
@@ -157,7 +156,7 @@ _RESNET = Family(
     model_type="resnet",
     model=ResNet,
     rows=(
-        Row(config_keys.CLASSES),
+        Row(config_file.CLASSIFIER),
         requires(lambda model: model.for_imagenet),
         holds(norm_eps=_NORM_EPS),
         _CHANNELS,

@@ -14,7 +14,7 @@ from jaxtrain.models.weights.families.grouped_query import (
     rows,
     window,
 )
-from jaxtrain.models.weights.names import Name, one_after_the_other
+from jaxtrain.models.weights.family import Name, one_after_the_other
 
 # Llama 1 to 3.2, and similar models such as SmolLM2.
 _LLAMA = family(

@@ -6,10 +6,9 @@ from typing import Any
 from jaxtrain.config.key_table import KeyTable, ignore_keys, only, read_keys
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
-from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights import config_file
 from jaxtrain.models.weights.config_file import ConfigFile, Row, constant, derive, integer, number
-from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name, linear, one_after_the_other
+from jaxtrain.models.weights.family import Family, Name, linear, one_after_the_other
 
 _LAYER = "backbone.layers.{L}"
 _MIXER = f"{_LAYER}.mixer"
@@ -58,7 +57,7 @@ def _mamba2_names(model: Mamba2) -> tuple[Name, ...]:
 
 
 _KEYS: KeyTable = {
-    **config_keys.LANGUAGE,
+    **config_file.LANGUAGE,
     **ignore_keys(
         "it is used only for random initialization",
         "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme",

@@ -29,8 +29,8 @@ from jaxtrain.models.weights.families.grouped_query import (
     rows,
     window,
 )
+from jaxtrain.models.weights.family import Name, in_turn
 from jaxtrain.models.weights.formats import awq, mxfp4
-from jaxtrain.models.weights.names import Name, in_turn
 
 _MOE = "model.layers.{L}.block_sparse_moe"
 _EXPERTS = (

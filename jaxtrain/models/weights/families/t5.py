@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.key_table import only, read_keys
 from jaxtrain.models.transformers.t5 import T5
-from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights import config_file
 from jaxtrain.models.weights.config_file import (
     ConfigFile,
     Row,
@@ -18,8 +18,7 @@ from jaxtrain.models.weights.config_file import (
     requires,
     write_only,
 )
-from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.family import Family, Name
 
 _MLPS = {"relu": "relu", "gated-gelu": "gated_gelu"}
 _THEIR_MLPS = {ours: theirs for theirs, ours in _MLPS.items()}
@@ -73,7 +72,7 @@ _T5 = Family(
     model_type="t5",
     model=T5,
     rows=(
-        Row(config_keys.LANGUAGE),
+        Row(config_file.LANGUAGE),
         # transformers does not scale with a separate output matrix.
         requires(lambda model: model.tie_embeddings or not model.scale_outputs),
         integer("vocab_size", "vocab_size"),

@@ -116,7 +116,7 @@ def document(
       styles: rules after those of every page; a constant or made of numbers alone.
       reads: a sentence under the command on how to read the page.
     """
-    sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    sheet = Path(__file__).with_name("html_page.css").read_text(encoding="utf-8")
     version = importlib.metadata.version("jaxtrain")
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     head = element(

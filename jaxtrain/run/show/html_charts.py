@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.run.show.html.page import Html, data, element
+from jaxtrain.run.show.html_page import Html, data, element
 
-_FILLS, _COLORS, _DASHES = 14, 8, 4  # classes of page.css
+_FILLS, _COLORS, _DASHES = 14, 8, 4  # classes of html_page.css
 _SMALL = 0.2  # of the capacity: shorter bars are drawn without it
 _TICKS = 5
 _LAST = 94  # percent of the width

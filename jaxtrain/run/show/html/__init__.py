@@ -1,1 +1,0 @@
-"""Self-contained HTML reports: escaped elements, tables, charts, and the page around them."""
