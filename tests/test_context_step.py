@@ -56,15 +56,12 @@ def one_device(name: str):  # noqa: ANN201
 
 STEPS = {
     "gpt-ring": ("gpt", {"context": 8}, {}),
-    "llama-ring": ("llama", {"context": 8}, {}),
     "gpt-sequence": (
         "gpt",
         {"context": 4, "tensor": 2, "sequence_parallel": True},
         {"loss": Loss(chunk_size=8), "execution": Execution(kernel="xla", remat=POLICIES["full"])},
     ),
-    "llama-sequence": ("llama", {"context": 4, "tensor": 2, "sequence_parallel": True}, {}),
     "llama-data": ("llama", {"data": 2, "context": 2, "tensor": 2}, {"accumulation": 2}),
-    "gpt-fsdp": ("gpt", {"fsdp": 2, "context": 2, "tensor": 2}, {"loss": Loss(chunk_size=4)}),
     "gpt-ulysses": (
         "gpt",
         {"context": 2, "tensor": 2, "fsdp": 2},
@@ -81,14 +78,9 @@ STEPS = {
 }
 
 
-SLOW = ("llama-ring", "llama-sequence", "gpt-fsdp")
-
-
+# The ring alone is in the fast part.
 @pytest.mark.slow_cases("gpt-sequence", "gpt-ulysses", "llama-data", "llama-ulysses")
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in STEPS],
-)
+@pytest.mark.parametrize("case", STEPS)
 def test_loss_and_gradients_equal_one_device(case: str, capfd) -> None:  # noqa: ANN001
     name, sizes, changes = STEPS[case]
     expected = one_device(name)

@@ -209,12 +209,11 @@ def test_compressed_training_ends_where_synchronous_training_does():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["int8", "top_k"])
-def test_a_run_resumed_with_a_rest_is_the_run_never_stopped(method, tiny_config, tmp_path):
+def test_a_run_resumed_with_a_rest_is_the_run_never_stopped(tiny_config, tmp_path):
     def some(state):
         assert all((x != 0).any() for x in values(state.exchange))
 
-    said = [*SMALL, f"Exchange.method = '{method}'", "Mesh.tensor = 1", "Mesh.data = 4"]
+    said = [*SMALL, "Exchange.method = 'top_k'", "Mesh.tensor = 1", "Mesh.data = 4"]
     stopped_and_not(load_config(tiny_config, said), tmp_path, some)
 
 

@@ -95,8 +95,6 @@ def by_the_formula(model: str) -> tuple[float, dict[str, np.ndarray]]:
 
 
 MESHES = {
-    "one device, gpt": ("gpt", {}, {}),
-    "zero 0": ("llama", {"data": 2, "fsdp": 4, "zero": 0}, {}),
     "zero 1": ("llama", {"fsdp": 8, "zero": 1}, {}),
     "zero 2, microbatches": ("llama", {"fsdp": 4, "tensor": 2, "zero": 2}, {"accumulation": 2}),
     "sequence": (
@@ -108,13 +106,11 @@ MESHES = {
         {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2, backward="residuals")},
     ),
 }  # fmt: skip
-QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 
 
-@pytest.mark.slow_cases("zero 2, microbatches", "zero bubble, residuals")
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
-)
+# test_dora.py has adapters on a mesh in the fast part.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_gradients_are_the_formulas_on_every_mesh(name):
     model, sizes, changes = MESHES[name]
     loss, expected = by_the_formula(model)

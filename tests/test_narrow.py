@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 
 import jax
@@ -29,6 +30,11 @@ FORMATS = ["float8", "int8"]
 OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
 
+@functools.cache
+def first_loss_alone(matmul):
+    return first_loss(matmul, make_layout(fsdp=1))
+
+
 def first_loss(matmul, layout, **changes):
     execution = dataclasses.replace(PLAIN, einsum=einsum_of(matmul))
     program = make_step(MODEL, layout, execution=execution, **changes)
@@ -44,7 +50,7 @@ def first_loss(matmul, layout, **changes):
 def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device(matmul):
     """To less than what the format itself does to the loss: a sum in another order may turn the
     rounding of few elements, all others are the same."""
-    exact, one = (first_loss(kind, make_layout(fsdp=1)) for kind in ("compute", matmul))
+    exact, one = (first_loss_alone(kind) for kind in ("compute", matmul))
     layout = make_layout(pipe=2, fsdp=2, tensor=2, sequence_parallel=True)
     pipeline = dataclasses.replace(make_step(MODEL, layout).setup.pipeline, microbatches=1)
     found = first_loss(matmul, layout, pipeline=pipeline)
@@ -52,6 +58,7 @@ def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device(matmul):
     assert abs(found - one) < abs(one - exact)
 
 
+@functools.cache
 def losses(matmul) -> np.ndarray:
     """Of the same batch 40 times, from three seeds."""
     layout = make_layout(fsdp=1)

@@ -15,6 +15,7 @@ import pytest
 from conftest import compile_step, make_layout, needs_libtpu, text_batch, transformed
 from conftest import make_step as make_plain
 from flax import nnx
+from test_optimizer_rules import KINDS
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
@@ -88,8 +89,13 @@ def after_three(rule: str, join: Any, **shared: Any) -> Any:
     return params, state
 
 
+# A rule of each kind of state, and one whose steps have the size of a whole layer's parameters.
 @pytest.mark.parametrize(
-    "rule", [*FAST, *(pytest.param(r, marks=pytest.mark.slow) for r in rules() if r not in FAST)]
+    "rule",
+    [
+        *FAST,
+        *(pytest.param(r, marks=pytest.mark.slow) for r in (*KINDS, "lamb") if r not in FAST),
+    ],
 )
 def test_a_layer_at_a_time_is_the_update_of_all(rule):
     shared = {"average_decay": 0.9, "moments": "bfloat16"} if rule == "adamw" else {}
@@ -137,12 +143,11 @@ def never_offloaded(zero: int) -> tuple[Any, list[float]]:
     return trained(make_step(None, zero))
 
 
-@pytest.mark.slow_cases("offload0-3")
+# tests/test_feature_compatibility.py has parameters on the host with other features.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("offload", "zero"),
-    [(BOTH, 3), pytest.param(BOTH, 1, marks=pytest.mark.slow),
-     pytest.param(STATE, 3, marks=pytest.mark.slow),
-     pytest.param(PARAMETERS, 2, marks=pytest.mark.slow)],
+    ("offload", "zero"), [(BOTH, 3), (BOTH, 1), (PARAMETERS, 2)],
+    ids=["both, zero 3", "both, zero 1", "parameters, zero 2"],
 )  # fmt: skip
 def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
     of_both = (offload, zero) == (BOTH, 3)
@@ -162,7 +167,6 @@ def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-# tests/test_feature_compatibility.py has parameters on the host in the fast part.
 @pytest.mark.slow
 def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monkeypatch):
     state, losses = with_both()

@@ -93,10 +93,9 @@ def one_device():
     ("layout", "changes"),
     [
         ({"expert": 2, "tensor": 2, "fsdp": 2, "sequence_parallel": True}, {}),
-        ({"expert": 2, "context": 2, "data": 2}, {}),
         ({"pipe": 2, "tensor": 2}, {"pipeline": Pipeline(microbatches=2)}),
     ],
-    ids=["expert_tensor_sequence_parallel", "expert_context", "pipe_tensor"],
+    ids=["expert_tensor_sequence_parallel", "pipe_tensor"],
 )  # fmt: skip
 def test_a_gated_shared_expert_is_one_devices_on_every_mesh(layout, changes, one_device):
     batch, expected = one_device

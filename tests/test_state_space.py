@@ -116,22 +116,14 @@ def one_device(request):
 
 
 # tests/test_lstm.py has a recurrent model on meshes in the fast part.
-@pytest.mark.slow_cases(
-    "mamba-pipe",
-    "mamba-sequence_parallel",
-    "mamba-tensor",
-    "mamba2-pipe",
-    "mamba2-sequence_parallel",
-    "mamba2-tensor",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
         ({"fsdp": 2, "tensor": 4, "sequence_parallel": True, "zero": 1}, {"accumulation": 2}),
         ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
     ],
-    ids=["tensor", "sequence_parallel", "pipe"],
+    ids=["sequence_parallel", "pipe"],
 )
 def test_every_mesh_computes_the_same(layout, changes, one_device):
     sizes, batch, expected = one_device

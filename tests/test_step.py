@@ -58,7 +58,6 @@ LAYOUTS = {
     "all_zero2_sequence": {"zero": 2, "fsdp": 4, "tensor": 2, "sequence_parallel": True},
     "rows_zero1": {"zero": 1, "fsdp": 8, "by_rows": BY_ROWS},
     "rows_zero2": {"zero": 2, "data": 2, "fsdp": 4, "by_rows": BY_ROWS},
-    "rows_zero3": {"fsdp": 8, "by_rows": BY_ROWS},
     "rows_hsdp": {"data": 2, "fsdp": 4, "by_rows": BY_ROWS},
     "heads_zero1": {"zero": 1, "fsdp": 8, "by_rows": BY_HEADS},
     "heads_zero2": {"zero": 2, "fsdp": 8, "by_rows": BY_HEADS},
@@ -74,9 +73,10 @@ def one_device(name):
 
 
 HEADS = [layout for layout in LAYOUTS if layout.startswith("heads")]
+# "all" is what tests of single properties use; "all_sequence" has what it has.
 CASES = [
-    *(("gpt", layout) for layout in LAYOUTS if layout not in HEADS),
-    *(("llama", layout) for layout in ("zero3", "all_sequence")),
+    *(("gpt", layout) for layout in LAYOUTS if layout not in (*HEADS, "all", "all_sequence")),
+    ("llama", "all_sequence"),
     # q, k and v in one array and in two, each with a stage that keeps and one that gathers weights.
     *(("gpt_heads", layout) for layout in ("heads_zero1", "heads_hsdp")),
     *(("llama_heads", layout) for layout in ("heads_zero2", "heads_zero3")),
@@ -84,17 +84,13 @@ CASES = [
 
 
 @pytest.mark.slow_cases(
-    "gpt-all",
-    "gpt-all_sequence",
     "gpt-hsdp",
     "gpt-rows_zero1",
     "gpt-rows_zero2",
-    "gpt-rows_zero3",
     "gpt-tensor8",
     "gpt-zero0",
     "gpt-zero1",
     "gpt_heads-heads_hsdp",
-    "llama-zero3",
     "llama_heads-heads_zero2",
     "gpt-data8",
     "gpt-zero2",

@@ -52,8 +52,6 @@ def grid(name: str, model=None, devices=None) -> Layout:
 CASES = [
     ("gpt", "2d"), ("gpt", "2d_zero2"), ("gpt", "3d"),
     ("llama", "2d_fsdp"), ("llama", "2.5d"), ("llama", "3d"),
-    pytest.param("gpt", "2d_fsdp", marks=pytest.mark.slow),
-    pytest.param("gpt", "2.5d", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

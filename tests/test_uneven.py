@@ -70,7 +70,6 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sizes", "more"),
     [
-        pytest.param("gpt", {"data": 4}, (), marks=SLOW),
         ("gpt", {"fsdp": 4, "tensor": 2}, ("Train.accumulation=2",)),
         pytest.param("gpt", {"data": 2, "fsdp": 2}, LOCAL, marks=SLOW),
         pytest.param("gpt", {"pipe": 2, "data": 2, "context": 2}, PIPED, marks=SLOW),
