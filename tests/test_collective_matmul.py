@@ -134,26 +134,14 @@ def test_loss_and_gradients_equal_one_device(case):
     assert_equal(evaluate(program, test_parity_matrix.BATCH), test_parity_matrix.one_device(model))
 
 
-STAGES = {
-    "1f1b": (
-        test_pipeline.gpt, 4, {"pipe": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4},
-    ),
-    "interleaved, uneven": (
-        test_pipeline.llama, 6, {"pipe": 2, "fsdp": 2, "tensor": 2},
-        {
-            "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4,
-            "backward": "residuals",
-        },
-    ),
-}  # fmt: skip
-
-
-# tests/test_pipeline.py has permutes inside stages in the fast part, those of attention.
-@pytest.mark.slow_cases("1f1b", "interleaved, uneven")
-@pytest.mark.parametrize("case", STAGES)
-def test_rings_inside_stages_equal_one_device(case):
-    make, num_layers, sizes, pipeline = STAGES[case]
-    program = make_step(make(num_layers), ringed(**sizes), pipeline=Pipeline(**pipeline))
+# tests/test_extras_on_meshes.py has stages of GPipe and of 1F1B.
+@pytest.mark.slow
+def test_rings_inside_stages_equal_one_device():
+    make, num_layers = test_pipeline.llama, 6
+    pipeline = Pipeline(
+        schedule="interleaved", virtual_stages=2, microbatches=4, backward="residuals"
+    )
+    program = make_step(make(num_layers), ringed(pipe=2, fsdp=2, tensor=2), pipeline=pipeline)
     assert_equal(evaluate(program, test_pipeline.BATCH), test_pipeline.one_device(make, num_layers))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import types
 
@@ -23,6 +24,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.transformer.positional_embedding import Sinusoidal
+from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -211,41 +213,52 @@ def one_device():
     return batch, found
 
 
-@pytest.mark.slow_cases(
-    "pipe",
-    "pipe_gpipe",
-    "pipe_interleaved_residuals",
-    "pipe_of_four",
-    "pipe_tied_zero3",
-    "rings",
-    "zero2_sequence_parallel_remat",
-    "zero3_accumulation",
-)
+MESHES = {
+    "zero1_blocked": (
+        "transformer", {"data": 2, "fsdp": 2, "tensor": 2, "zero": 1},
+        {"execution": Execution("blocked")},
+    ),
+    "rings_zero2_accumulation_remat": (
+        "t5",
+        {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True, "collective_matmul": True,
+         "zero": 2},
+        {"accumulation": 2, "execution": Execution(kernel="xla", remat=POLICIES["full"])},
+    ),
+    "pipe_gpipe": (
+        "t5", {"pipe": 2, "tensor": 2, "data": 2, "zero": 0, "sequence_parallel": True},
+        {"pipeline": Pipeline(schedule="gpipe", microbatches=4), "accumulation": 2},
+    ),
+    "pipe_of_four": (
+        "t5_uneven", {"pipe": 4, "fsdp": 2, "zero": 1}, {"pipeline": Pipeline(microbatches=8)},
+    ),
+    "pipe_interleaved_residuals": (
+        "t5_uneven", {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 2},
+        {"pipeline": Pipeline(schedule="interleaved", virtual_stages=2, microbatches=2,
+                              backward="residuals")},
+    ),
+    "pipe_tied_zero3": (
+        "tied", {"pipe": 2, "fsdp": 2},
+        {"pipeline": Pipeline(microbatches=4), "execution": Execution(remat=POLICIES["full"])},
+    ),
+}  # fmt: skip
+
+
+def test_dropout_of_both_stacks_is_on_every_pair_of_axes():
+    meshes = [{axis for axis in MESH_AXES if axis in layout} for _, layout, _ in MESHES.values()]
+    for axes in itertools.combinations(("pipe", "data", "fsdp", "tensor"), 2):
+        assert any(set(axes) <= mesh for mesh in meshes), axes
+    assert all(sizes.dropout > 0 for sizes in ON_MESH.values())
+
+
 @pytest.mark.parametrize(
-    ("name", "layout", "changes"),
+    "case",
     [
-        ("transformer", {"data": 2, "fsdp": 2, "tensor": 2, "zero": 1},
-         {"execution": Execution("blocked")}),
-        ("t5", {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulation": 2}),
-        ("t5", {"fsdp": 2, "tensor": 2, "sequence_parallel": True, "zero": 2},
-         {"execution": Execution(kernel="xla", remat=POLICIES["full"])}),
-        ("t5", {"tensor": 4, "sequence_parallel": True, "collective_matmul": True}, {}),
-        ("transformer", {"pipe": 2, "fsdp": 2, "zero": 2},
-         {"pipeline": Pipeline(microbatches=2)}),
-        ("t5", {"pipe": 2, "tensor": 2, "data": 2, "zero": 0, "sequence_parallel": True},
-         {"pipeline": Pipeline(schedule="gpipe", microbatches=4), "accumulation": 2}),
-        ("t5_uneven", {"pipe": 4, "fsdp": 2, "zero": 1}, {"pipeline": Pipeline(microbatches=8)}),
-        ("t5_uneven", {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 2},
-         {"pipeline": Pipeline(schedule="interleaved", virtual_stages=2, microbatches=2,
-                               backward="residuals")}),
-        ("tied", {"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(microbatches=4),
-                                          "execution": Execution(remat=POLICIES["full"])}),
+        "zero1_blocked",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in MESHES if case != "zero1_blocked"),
     ],
-    ids=["zero1_blocked", "zero3_accumulation", "zero2_sequence_parallel_remat", "rings", "pipe",
-         "pipe_gpipe", "pipe_of_four", "pipe_interleaved_residuals", "pipe_tied_zero3"],
-)  # fmt: skip
-def test_every_mesh_computes_and_drops_the_same(name, layout, changes, one_device):
-    batch, expected = one_device
+)
+def test_every_mesh_computes_and_drops_the_same(case, one_device):
+    (batch, expected), (name, layout, changes) = one_device, MESHES[case]
     program = make_step(ON_MESH[name], make_layout(**layout), **changes)
     assert_equal(evaluate(program, batch), expected(name))
 

@@ -114,24 +114,16 @@ def twin(torch, sizes):
 OFF = {"dropout": 0.0, "auxiliary_dropout": 0.0}
 
 
-@pytest.mark.slow_cases("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "side", "seed"),
     [
-        (GoogLeNet(num_classes=10, width=8, **OFF), 48, 2),
-        pytest.param(
-            GoogLeNet(num_classes=3, width=5, channels=1, **OFF), 39, 2, marks=pytest.mark.slow
-        ),
+        (GoogLeNet(num_classes=3, width=5, channels=1, **OFF), 39, 2),
         # Images of which no number comes within rounding of the edge of a relu or of a maximum,
         # where two gradients are right: of others PyTorch's float32 and float64 differ by 4e-2.
-        pytest.param(
-            GoogLeNet(num_classes=10, width=12, channels=1, norm="batch", **OFF),
-            48,
-            1,
-            marks=pytest.mark.slow,
-        ),
+        (GoogLeNet(num_classes=10, width=12, channels=1, norm="batch", **OFF), 48, 1),
     ],
-    ids=["plain", "odd", "batch_norm"],
+    ids=["odd", "batch_norm"],
 )
 def test_all_heads_and_every_gradient_equal_torch(sizes, side, seed):
     torch = pytest.importorskip("torch")
@@ -175,25 +167,12 @@ def test_flops_are_those_of_the_torch_network_and_parameters_the_published_ones(
     assert sum(count.values()) - count["heads"] == 6_998_552
 
 
-@pytest.mark.slow_cases("{'fsdp': 2, 'tensor': 4, 'zero': 3}")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"fsdp": 2, "tensor": 4, "zero": 3},
-        pytest.param({"data": 4, "tensor": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_every_mesh_computes_and_drops_the_same(layout, alone):
-    sizes, batch, expected = alone
-    assert_same_step(step_on(sizes, batch, **layout), expected)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    sizes = GoogLeNet(num_classes=10, width=8, channels=1)
-    batch = images(32, 1, 10)
-    return sizes, batch, step_on(sizes, batch)
+@pytest.mark.slow
+def test_a_mesh_computes_and_drops_the_same():
+    """Of all three heads, on a mesh of every pair of the axes that a convolution may have."""
+    sizes, batch = GoogLeNet(num_classes=10, width=8, channels=1), images(32, 1, 10)
+    found = step_on(sizes, batch, data=2, fsdp=2, tensor=2, zero=3)
+    assert_same_step(found, step_on(sizes, batch))
 
 
 def test_images_that_are_too_small_are_refused():
