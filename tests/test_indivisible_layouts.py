@@ -18,8 +18,9 @@ from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.search.search import search
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.timing.timing import step_time
+from jaxtrain.analysis.verify import verify as verification
+from jaxtrain.analysis.verify.proofs import claims
 from jaxtrain.analysis.verify.shrink import shrink
-from jaxtrain.analysis.verify.verify import verify
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
@@ -285,10 +286,15 @@ def test_what_does_not_divide_is_shrunk_to_what_does_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h100-nemo-405b-576", "h100-meg-32b", "h100-meg-70b"])
-def test_published_layouts_are_proved_shrunk(name):
+@pytest.mark.parametrize("name", ["h100-nemo-405b-576", "h100-meg-70b"])
+def test_published_layouts_are_proved_shrunk(name, monkeypatch):
+    """In what does not compute on one device alone, which tests/test_verify.py has."""
+    only = ("initial", "mesh", "precision", "resume")
+    monkeypatch.setattr(
+        verification, "claims", lambda bench: (c for c in claims(bench) if c.proof in only)
+    )
     config, bindings, _ = published()[name]
     bindings = distributed(bindings) if name.startswith("h100-meg-") else bindings
-    report = verify(load_config(config, bindings))
-    assert [one for one in report.proofs if one.verdict == "FAILED"] == []
+    report = verification.verify(load_config(config, bindings))
+    assert {one.verdict for one in report.proofs} == {"proved"}
     assert sum(one.proof == "mesh" for one in report.proofs) == len(report.small.meshes)
