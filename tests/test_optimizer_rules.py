@@ -444,6 +444,7 @@ ON_MESHES = [
     "schedule_free-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
     "sgd-{'fsdp': 2, 'tensor': 2, 'expert': 2}", "sophia_g-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
     "lamb-{'pipe': 2, 'fsdp': 2, 'tensor': 2}", "schedule_free-{'pipe': 2, 'fsdp': 2, 'tensor': 2}",
+    "adam_sage-{'fsdp': 8}", "lars-{'fsdp': 8}", "adafactor-{'fsdp': 8}",
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "sizes"), ON_MESHES, ids=str)
 def test_updates_on_a_mesh_are_those_of_one_device(name, sizes):
