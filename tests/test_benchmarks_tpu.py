@@ -152,6 +152,7 @@ def total(step: Scheduled) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("options of long runs")
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_our_options_of_long_runs_keep_the_matrix_units_busier(name: str) -> None:
     target = parse_target(name)

@@ -199,6 +199,7 @@ SMALL = (
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.rotated("schedules")
 def test_a_tpu_s_schedule_puts_products_beside_what_is_sent():
     """Of what layers send along tensor a step waits for less than half; without rings for most."""
     target, waited = parse_target("v5p:2x2x1"), {}

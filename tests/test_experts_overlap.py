@@ -43,6 +43,7 @@ def share_waited(*, asked: bool) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("schedules")
 def test_one_part_goes_beside_the_products_of_the_other(monkeypatch):
     """The first part there and the last one back are waited for; in one part more than half is."""
     monkeypatch.setattr(dispatch, "ROWS_OF_A_PART", 1)

@@ -2,17 +2,18 @@
 
 import pytest
 
-from benchmarks.searches import CASES, searched
+from benchmarks.searches import CASES, Case, searched
 
 MOST = 1.1  # times the published layout's seconds; where the search is that good, it ends
 
 
-@pytest.mark.slow_cases("70B on 64 H100")
-@pytest.mark.parametrize(
-    "case",
-    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])],
-    ids=lambda case: case.machine,
-)
+def in_turn(at: int, case: Case):
+    """The first always; of the others, each of which takes up to a minute, every third."""
+    marks = [pytest.mark.slow] + [pytest.mark.rotated(f"searches {at % 3}")] * (at > 0)
+    return pytest.param(case, marks=marks, id=case.machine)
+
+
+@pytest.mark.parametrize("case", [in_turn(*one) for one in enumerate(CASES)])
 def test_what_is_found_is_at_most_a_tenth_slower_than_what_was_published(case):
     found, _, share = searched(case, MOST)
     assert all(one.price.fits for one in found.candidates)
