@@ -318,6 +318,7 @@ class Rank:
         params, context = self._arguments(row, of.number)
         saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
         saved, sums = saved[: len(of.backward.kept)], of.sums(own)
+        assert of.halves is not None, "only a split backward pass has a second half"
         results = of.halves.second(
             by_rows(take(carry["stash"][of.number], row["stash_slot"])),
             *jax.tree.leaves(((*params, sums), saved, context, sums)),
