@@ -59,8 +59,8 @@ _SHARDED = "Sharding.masters = 'sharded'"
 _SHORT_SUMS = {"NeMo", "Megatron-Bridge"}
 GIB = 2**30
 # Stacks that add a microbatch's gradients to the sum where they are made: autograd's `.grad`, and
-# Megatron's main_grad (gradient_accumulation_fusion). Our pipelines have those of one layer beside
-# the sums, and a copy of its weights; without a pipeline the loop over layers adds in place too.
+# Megatron's main_grad (gradient_accumulation_fusion). Our pipelines have those of a stage beside
+# the sum; without a pipeline the loop over layers adds them in place too.
 _ADD_IN_PLACE = {
     "Automodel", "KempnerForge", "Llama 3", "Megatron-Bridge", "Megatron-LM", "NeMo", "fms-fsdp",
     "lit-gpt", "llm-foundry", "llm.c", "nanoGPT", "torchtitan",
@@ -249,9 +249,8 @@ def allocate_as_stack(
         for name in (config.precision.compute, config.precision.gradients, config.precision.params)
     )
     if stack in _ADD_IN_PLACE and pipe > 1:
-        parts["one layer's weights, out of a stage's"] = 0
-        layers = -(-config.train.model.layers // pipe)
-        parts["gradients"] = parts["gradients"] * summed * layers // (summed * layers + compute)
+        stages = pipeline.virtual_stages
+        parts["gradients"] = parts["gradients"] * summed * stages // (summed * stages + compute)
     if stack in _CAST_BY_LAYER and config.sharding.zero == 3:
         parts["parameters in the compute dtype"] = 0
     if pipe > 1 and pipeline.schedule == "1f1b":

@@ -12,12 +12,11 @@ from test_reduction import MODEL
 from test_step import BATCH
 
 from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.nn.execution import Execution, Fused, fuse_accumulation
+from jaxtrain.nn.execution import Execution, fuse_accumulation
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.setup import add_gradients
 
@@ -171,88 +170,6 @@ def test_the_peak_has_no_second_copy_of_the_gradients(sizes):
     of_layers //= 1 if "masters" in sizes else 8
     saved = plain.temp_size_in_bytes - fused.temp_size_in_bytes
     assert 0.75 < saved / of_layers < 1
-
-
-# -- pipelines -------------------------------------------------------------------------------------
-
-
-def of_stages(monkeypatch, model, sizes, batch=BATCH, **changes):
-    """Compiled gradients of a pipeline, and those that a stage makes before they are added."""
-    found = []
-    for fuses in (True, False):
-        step = make_step(model, make_layout(**sizes), **changes)
-        state, rows = step.create(0), jax.device_put(batch, step.setup.batch_shardings(batch))
-        with monkeypatch.context() as patch, step.setup.layout.active():
-            if not fuses:
-                patch.setattr(Fused, "take", lambda self, arrays: {})
-            lowered = jax.jit(lambda s, b, own=step.setup: own.gradients(s, b)[:2]).lower(
-                state, rows
-            )
-        compiled = lowered.compile()
-        grads, sums = compiled(state, rows)
-        arrays = {name: np.asarray(v.get_value()) for name, v in by_name(grads).items()}
-        found.append((compiled.memory_analysis(), arrays | jax.device_get(sums)))
-    return found
-
-
-def llama(num_layers):
-    return dataclasses.replace(MODEL["llama"], num_layers=num_layers)
-
-
-STAGES = {
-    "1f1b": (llama(4), {"pipe": 2, "fsdp": 2, "tensor": 2}, Pipeline(microbatches=4), {}),
-    "blocks, zero 2": (
-        llama(8), {"pipe": 2, "fsdp": 4, "zero": 2}, Pipeline(microbatches=4),
-        {"execution": EXECUTIONS["elementwise, blocks"]},
-    ),
-    "interleaved, uneven": (
-        llama(7), {"pipe": 2, "fsdp": 2, "data": 2},
-        Pipeline(schedule="interleaved", virtual_stages=2, microbatches=4), {},
-    ),
-    "interleaved, residuals": (
-        llama(8), {"pipe": 2, "fsdp": 4, "zero": 1},
-        Pipeline(
-            schedule="interleaved", virtual_stages=2, microbatches=4, backward="residuals"
-        ),
-        {"execution": EXECUTIONS["full"]},
-    ),
-    "zero bubble": (
-        llama(4), {"pipe": 2, "fsdp": 2, "tensor": 2},
-        Pipeline(schedule="zero_bubble", microbatches=4), {},
-    ),
-    "zero bubble, residuals, experts": (
-        MODEL["dropless"], {"pipe": 2, "expert": 2, "tensor": 2},
-        Pipeline(schedule="zero_bubble", microbatches=4, backward="residuals"), {},
-    ),
-    "masked ranks of a ring": (
-        llama(5), {"pipe": 2, "context": 2, "fsdp": 2}, Pipeline(schedule="gpipe", microbatches=2),
-        {"execution": Execution(kernel="reference", context_parallel="ring")},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow_cases(
-    "blocks, zero 2", "interleaved, uneven", "zero bubble, residuals, experts",
-    "masked ranks of a ring",
-)  # fmt: skip
-@pytest.mark.parametrize("name", STAGES)
-def test_a_stages_bits_are_those_of_gradients_that_are_added_when_all_are_made(name, monkeypatch):
-    model, sizes, pipeline, changes = STAGES[name]
-    (_, fused), (_, plain) = of_stages(monkeypatch, model, sizes, pipeline=pipeline, **changes)
-    for array, expected in fused.items():
-        np.testing.assert_array_equal(expected, plain[array], err_msg=array)
-
-
-@pytest.mark.parametrize("backward", ["recompute", "residuals"])
-def test_the_peak_of_a_pipeline_has_no_second_copy_of_a_stages_gradients(backward, monkeypatch):
-    """Up to 7 of 8 layers' gradients less, in float32; then what a tick keeps is most."""
-    (fused, grads), (plain, _) = of_stages(
-        monkeypatch, DEEP, {"pipe": 2, "fsdp": 4, "zero": 1}, execution=EXECUTIONS["full"],
-        pipeline=Pipeline(microbatches=4, backward=backward),
-    )  # fmt: skip
-    of_stage = sum(x.nbytes for name, x in grads.items() if name.startswith("layers")) // 2
-    saved = plain.temp_size_in_bytes - fused.temp_size_in_bytes
-    assert 0.5 < saved / of_stage < 1
 
 
 # -- the closed form -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Fused gradient accumulation is a part of that scan.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -181,7 +181,11 @@ class Execution:
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
         if block == count:
-            return _unroll_layers(run, x, layers, per_layer, count)
+            if count == 1:
+                layers, per_layer = jax.tree.map(lambda leaf: leaf[0], (layers, per_layer))
+                x, out = run(layers, x, per_layer)
+                return x, jax.tree.map(lambda leaf: leaf[None], out)
+            return run_block(x, (layers, per_layer))
         x, outs = scan_layers(run_block, x, layers, per_layer, block)
         if block > 1:
             outs = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), outs)
@@ -227,19 +231,11 @@ class Fused:
     Attributes:
       sums: one array for each weight, sharded like its gradient. The forward pass returns them
         unchanged; their cotangents are the sums.
-      slot: as in `fuse_accumulation`.
-      taken: indices of the sums that loops add to.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[jax.Array],
-        sums: Sequence[jax.Array],
-        slot: "StageSlot | None" = None,
-    ) -> None:
+    def __init__(self, weights: Sequence[jax.Array], sums: Sequence[jax.Array]) -> None:
         """Pair each array that the gradient is taken with respect to with its sum."""
-        self.sums, self.slot = list(sums), slot
-        self.taken: set[int] = set()
+        self.sums = list(sums)
         self._index = {id(weight): index for index, weight in enumerate(weights)}
         self._weights = weights  # alive, so that no other array has the id of one
         self._trace = get_opaque_trace_state(convention="nnx")
@@ -253,63 +249,21 @@ class Fused:
         if get_opaque_trace_state(convention="nnx") != self._trace:
             return {}
         found = {at: self._index.pop(id(x), None) for at, x in enumerate(arrays)}
-        taken = {at: index for at, index in found.items() if index is not None}
-        self.taken.update(taken.values())
-        return taken
-
-    def attach(
-        self,
-        weights: Sequence[jax.Array],
-        sums: Sequence[jax.Array],
-        taken: Iterable[int],
-        index: jax.Array,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return one layer's weights, whose gradients are added to a slice of sums, and the sums.
-
-        Args:
-          weights: of the layer.
-          sums: those of the weights in `taken`.
-          taken: indices of weights.
-          index: of the slice.
-        """
-        weights, keep = list(weights), None if self.slot is None else self.slot.busy
-        pairs = [
-            _attach(weights[at], one, index, keep) for at, one in zip(taken, sums, strict=True)
-        ]
-        for at, (weight, _) in zip(taken, pairs, strict=True):
-            weights[at] = weight
-        return weights, [one for _, one in pairs]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StageSlot:
-    """Slices of a pipeline rank's sums that a stage's layers add their gradients to.
-
-    Attributes:
-      start: index of the stage's first layer among the rank's, int32 scalar.
-      busy: whether gradients are added, bool scalar; None: they are.
-    """
-
-    start: jax.Array
-    busy: jax.Array | None = None
+        return {at: index for at, index in found.items() if index is not None}
 
 
 _FUSED: contextvars.ContextVar[Fused | None] = contextvars.ContextVar("fused", default=None)
 
 
 @contextlib.contextmanager
-def fuse_accumulation(
-    weights: Sequence[jax.Array], sums: Sequence[jax.Array], slot: StageSlot | None = None
-) -> Iterator[Fused]:
+def fuse_accumulation(weights: Sequence[jax.Array], sums: Sequence[jax.Array]) -> Iterator[Fused]:
     """Let loops over layers add the gradients of these weights to these sums.
 
     Args:
       weights: arrays that the gradient is taken with respect to.
-      sums: the sum of each, of the same shape; with a slot of all of a rank's layers.
-      slot: of a pipeline stage, whose unrolled layers are added too; None: there are no stages.
+      sums: the sum of each, of the same shape.
     """
-    fused = Fused(weights, sums, slot)
+    fused = Fused(weights, sums)
     token = _FUSED.set(fused)
     try:
         yield fused
@@ -347,14 +301,15 @@ def scan_layers(
 
     def add(carry: tuple[Any, list[jax.Array]], given: tuple[Any, jax.Array]) -> Any:
         (x, sums), ((layer, extra), index) = carry, given
-        weights, sums = fused.attach(jax.tree.leaves(layer), sums, taken, index)
+        weights = jax.tree.leaves(layer)
+        pairs = [_attach(weights[at], one, index) for at, one in zip(taken, sums, strict=True)]
+        for at, (weight, _) in zip(taken, pairs, strict=True):
+            weights[at] = weight
         x, out = run(x, (jax.tree.unflatten(structure, weights), extra))
-        return (x, sums), out
+        return (x, [one for _, one in pairs]), out
 
     sums = [split(fused.sums[index]) for index in taken.values()]
     numbers = jnp.arange(len(arrays[0]) // block)
-    if fused.slot is not None:
-        numbers += fused.slot.start // block
     for at in taken:  # their cotangents are in the sums
         arrays[at] = jax.lax.stop_gradient(arrays[at])
     xs = jax.tree.map(split, (jax.tree.unflatten(structure, arrays), per_layer))
@@ -364,67 +319,22 @@ def scan_layers(
     return x, outs
 
 
-def _unroll_layers(
-    run: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
-    x: jax.Array,
-    layers: Any,
-    per_layer: Any,
-    count: int,
-) -> tuple[jax.Array, Any]:
-    """Return `scan_layers` of single layers without a loop.
-
-    Args:
-      run: the weights of one layer, the activations and its part of `per_layer` -> the new
-        activations and outputs.
-      x, layers, per_layer: as in `scan_layers`.
-      count: of the layers.
-    """
-    fused, (arrays, structure) = _FUSED.get(), jax.tree.flatten(layers)
-    stage = fused if fused is not None and fused.slot is not None else None
-    taken = {} if stage is None else stage.take(arrays)
-    for at in taken:  # their cotangents are in the sums
-        arrays[at] = jax.lax.stop_gradient(arrays[at])
-    outs = []
-    for number in range(count):
-        weights, extra = jax.tree.map(lambda leaf, number=number: leaf[number], (arrays, per_layer))
-        if taken and stage is not None and stage.slot is not None:
-            # One operation that slices all layers' weights would have copies of all at once.
-            for at in taken:
-                arrays[at] = jax.lax.optimization_barrier(arrays[at])
-            sums = [stage.sums[index] for index in taken.values()]
-            weights, sums = stage.attach(weights, sums, taken, stage.slot.start + number)
-            for index, one in zip(taken.values(), sums, strict=True):
-                stage.sums[index] = one
-        x, out = run(jax.tree.unflatten(structure, weights), x, extra)
-        outs.append(out)
-    if count == 1:
-        return x, jax.tree.map(lambda leaf: leaf[None], outs[0])
-    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
-
-
 @jax.custom_vjp
-def _attach(
-    weight: jax.Array, total: jax.Array, index: jax.Array, keep: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Return both; the weight's gradient is added to slice `index` of the total's cotangent.
-
-    Unless `keep` is false: then nothing is added.
-    """
-    del index, keep
+def _attach(weight: jax.Array, total: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both; the weight's gradient is added to slice `index` of the total's cotangent."""
+    del index
     return weight, total
 
 
-def _forward(weight: jax.Array, total: jax.Array, index: jax.Array, keep: jax.Array | None) -> Any:
-    return (weight, total), (index, keep)
+def _forward(weight: jax.Array, total: jax.Array, index: jax.Array) -> Any:
+    return (weight, total), index
 
 
-def _backward(kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
-    (index, keep), (gradient, total) = kept, cotangents
-    if keep is not None:
-        gradient = jnp.where(keep, gradient, jnp.zeros_like(gradient))
+def _backward(index: jax.Array, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    gradient, total = cotangents
     old = jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
     new = old + gradient.astype(total.dtype)
-    return None, jax.lax.dynamic_update_index_in_dim(total, new, index, 0), None, None
+    return None, jax.lax.dynamic_update_index_in_dim(total, new, index, 0), None
 
 
 _attach.defvjp(_forward, _backward)

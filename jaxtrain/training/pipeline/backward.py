@@ -16,8 +16,6 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.training.objectives.losses import Sums
-
 # Operations that only call another traced function: they are inlined.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 
@@ -89,27 +87,18 @@ class Backward:
         residuals = [next(remaining) if depends else next(again) for depends in self._depends]
         return None, jax.tree.unflatten(self._tree, residuals)
 
-    def halves(self, params: Any, x: Any, context: Any, *, sums: int = 0) -> "Halves":
+    def halves(self, params: Any, x: Any, context: Any) -> "Halves":
         """Split `transpose` in two: x's gradient first, and later those of params.
 
-        Arguments are shapes. The halves map leaves: of params, residuals, context, the last `sums`
-        of the outputs' gradients, x and the outputs' other gradients, to those of the gradients of
-        params and x.
-
-        Args:
-          params, x, context: as in `forward`.
-          sums: number of outputs whose gradients only the second half reads: sums of gradients
-            (see `execution.Fused`), the last of the outputs' leaves.
+        Arguments are shapes. The halves map leaves: of params, residuals, context, x
+        and the outputs' gradients, to those of the gradients of params and x.
         """
-        outputs, of_outputs = jax.tree.flatten(self.outputs)
-        others = len(outputs) - sums
-        again = params, self.kept, context, outputs[others:]
-        leaves, tree = jax.tree.flatten((*again, x, outputs[:others]))
+        again = params, self.kept, context
+        leaves, tree = jax.tree.flatten((*again, x, self.outputs))
 
         def run(*leaves: jax.Array) -> list[jax.Array]:
-            params, kept, context, sums, x, gradient = jax.tree.unflatten(tree, leaves)
-            of_all = jax.tree.unflatten(of_outputs, [*gradient, *sums])
-            return jax.tree.leaves(self.transpose(kept, params, x, context)[1](of_all))
+            params, kept, context, x, gradient = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(self.transpose(kept, params, x, context)[1](gradient))
 
         count, given_again = len(jax.tree.leaves(params)), len(jax.tree.leaves(again))
         return cut(
@@ -157,46 +146,6 @@ class Halves:
         """
         again = [arguments[number] for number in self._again]
         return jaxpr_as_fun(self._second)(*stash, *again)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """Functions and shapes of one pass around the ring, on a rank.
-
-    Attributes:
-      number: index from 0.
-      backward: of a stage.
-      auxiliary: shapes of its layers' sums.
-      kept: shapes of what is stored from a microbatch's forward to its backward.
-      halves: of the backward pass, if it is split.
-      layers: indices of its layers' parameters among those of all layers.
-      shared: indices, among the parameters around the layers, of those that its layers read.
-      fused: indices of those among its layers' parameters whose gradients the backward pass of a
-        stage adds to their sums.
-    """
-
-    number: int
-    backward: Backward
-    auxiliary: Sums
-    kept: list[Any]
-    halves: "Halves | None"
-    layers: list[int]
-    shared: list[int]
-    fused: frozenset[int]
-
-    @property
-    def count(self) -> int:
-        """Number of arrays that a stage is differentiated by, except its input."""
-        return 2 * len(self.layers) + len(self.shared)
-
-    def sums(self, own: dict[str, Any]) -> list[jax.Array]:
-        """Return the sums of the gradients of its layers' parameters."""
-        return [own["layers"][index] for index in self.layers]
-
-    @property
-    def stash(self) -> Sequence[Any]:
-        """Shapes of what the first half of a backward pass passes to the second."""
-        return () if self.halves is None else self.halves.stash
 
 
 def cut(

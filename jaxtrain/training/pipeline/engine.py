@@ -22,9 +22,9 @@ from jaxtrain.parallel.sharding import Layout, along, reshard
 from jaxtrain.training.finetune.tuning import Weights
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.parts import Parts, crossing
-from jaxtrain.training.pipeline.rank import Rank
+from jaxtrain.training.pipeline.rank import Rank, action_numbers
 from jaxtrain.training.pipeline.schedules import Stages
-from jaxtrain.training.pipeline.slots import Slots, action_numbers, sends, slots
+from jaxtrain.training.pipeline.slots import Slots, sends, slots
 from jaxtrain.training.pipeline.timetables import Timetable, Work, stage_on
 
 

@@ -14,21 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.nn.execution import StageSlot, fuse_accumulation
 from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.pipeline.backward import Backward, Pass
+from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
 from jaxtrain.training.pipeline.schedules import Stages
-from jaxtrain.training.pipeline.slots import (
-    Slots,
-    action_numbers,
-    buffer,
-    by_rows,
-    put,
-    take,
-    zeros,
-)
+from jaxtrain.training.pipeline.slots import Slots, buffer, by_rows, put, take, zeros
 from jaxtrain.training.pipeline.timetables import Work
 
 Edges = tuple[tuple[int, int], ...]
@@ -114,9 +105,8 @@ class Rank:
         )  # fmt: skip
         self._numbers, self._micros, self._scales = numbers, micros, scales
         self._parts = dataclasses.replace(self._parts, step=step)
+        self._passes = [self._of_pass(number) for number in range(self._parts.passes)]
         totals, tree = jax.tree.flatten(of_layers)
-        totals = [jnp.zeros_like(total, self._sum_dtype) for total in totals]
-        self._passes = [self._of_pass(number, totals) for number in range(self._parts.passes)]
         table, x = self._table, self._x
         carry = {
             "inputs": {name: buffer(one, table.num_input_slots) for name, one in x.items()},
@@ -127,7 +117,7 @@ class Rank:
             "stash": [
                 [buffer(s, table.num_stash_slots) for s in own.stash] for own in self._passes
             ],
-            "layers": totals,
+            "layers": [jnp.zeros_like(total, self._sum_dtype) for total in totals],
             "outer": [jnp.zeros_like(v, self._sum_dtype) for v in jax.tree.leaves(of_outer)],
             "sums": self._no_sums(),
         }
@@ -135,35 +125,27 @@ class Rank:
         outer = jax.tree.unflatten(jax.tree.structure(of_outer), carry["outer"])
         return jax.tree.unflatten(tree, carry["layers"]), outer, carry["sums"]
 
-    def _of_pass(self, number: int, totals: Sequence[jax.Array]) -> Pass:
+    def _of_pass(self, number: int) -> "_Pass":
         """Return the functions and shapes of a pass; pass 0 sets the activation's
-        shape.
-
-        Args:
-          number: of the pass.
-          totals: the sums of gradients of the rank's layers; shapes suffice.
-        """
-        row: Any = {"chunk": 0, "microbatch": 0, "busy": 1}
+        shape."""
+        row: Any = {"chunk": 0, "microbatch": 0}
         params, context = self._arguments(row, number)
-        layers = self._leaf_indices(self._of_layers, lambda t: self._parts.of_pass(number, t))
-        params = *params, [totals[index] for index in layers]
         if number == 0:
             self._x = jax.eval_shape(lambda: self._enter(0, self._of_outer, {}, context))
-        fused: set[int] = set()
-        stage = functools.partial(self._stage, number, fused)
+        stage = functools.partial(self._stage, number)
         backward = Backward(stage, params, self._x, context, keep_residuals=self._keep_residuals)
-        y, auxiliary, _ = backward.outputs
+        y, auxiliary = backward.outputs
         # The last stage's loss needs its output, and a pass's input is computed from
         # the previous one's output, so those are saved too.
         before = self._before(number, self._x)
         kept = jax.tree.leaves((backward.kept, y, before)) if self._keep_residuals else []
-        found = Pass(
-            number, backward, auxiliary, kept, None, layers,
-            self._leaf_indices(self._of_outer, self._parts.split_shared), frozenset(fused),
+        found = _Pass(
+            number, backward, auxiliary, kept, None,
+            self._leaf_indices(self._of_layers, lambda tree: self._parts.of_pass(number, tree)),
+            self._leaf_indices(self._of_outer, self._parts.split_shared),
         )  # fmt: skip
         if self._split:
-            halves = backward.halves(params, self._x, context, sums=len(layers))
-            found = dataclasses.replace(found, halves=halves)
+            found = dataclasses.replace(found, halves=backward.halves(params, self._x, context))
         return found
 
     def _leaf_indices(self, tree: Any, split: Callable[[Any], tuple[Any, Any]]) -> list[int]:
@@ -179,30 +161,28 @@ class Rank:
             row |= {name: numbers[index] for index, name in enumerate(names)}
         row |= {name: row[name] > 0 for name in ("enters", "last")}
         # Buffers are read in a branch and written after it: buffers that a branch returns unchanged
-        # are copied by XLA's compilers, with all slots in every tick.
-        sums = carry["sums"]
+        # are copied by XLA's TPU compiler, with all slots in every tick.
+        own = {name: carry[name] for name in ("layers", "outer", "sums")}
         nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
-        index = row["together" if self._together else "action"]
 
-        def branch(kind: Work, number: int) -> Callable[[Sums], tuple[Sums, Stream, Kept]]:
-            if kind == Work.FORWARD:
-                return lambda sums: self._forward(self._passes[number], sums, carry, row)
-            return lambda sums: (sums, nothing, self._store(carry))
-
-        def backward(kind: Work, number: int) -> Callable[[Any], Any]:
+        def branch(kind: Work, number: int) -> Callable[[Carry], tuple[Carry, Stream, Kept]]:
             of = self._passes[number]
+            if kind == Work.IDLE:
+                return lambda own: (own, nothing, self._store(carry))
+            if kind == Work.FORWARD:
+                return lambda own: self._forward(of, own, carry, row)
             if kind == Work.BACKWARD_WEIGHT:
-                return lambda done: (self._weight_gradients(of, done[0], carry, row), *done[1:])
-            return lambda done: self._backward(of, done[0], carry, row)
+                return lambda own: (
+                    self._weight_gradients(of, own, carry, row), nothing, self._store(carry),
+                )  # fmt: skip
+            return lambda own: self._backward(of, own, carry, row)
 
         with jax.named_scope("stage"):
-            branches = [branch(*action) for action in self._actions]
-            sums, message, kept = jax.lax.switch(index, branches, sums)
-            own = {"layers": carry["layers"], "outer": carry["outer"], "sums": sums}
-            for number, (kind, of_pass) in enumerate(self._actions):
-                if kind not in (Work.IDLE, Work.FORWARD):
-                    run = backward(kind, of_pass)
-                    own, message, kept = _run_if(index == number, run, (own, message, kept))
+            own, message, kept = jax.lax.switch(
+                row["together" if self._together else "action"],
+                [branch(*action) for action in self._actions],
+                own,
+            )
         return {
             **own,
             **{name: self._put_away(carry, name, kept[name], row) for name in _KEPT},
@@ -210,44 +190,44 @@ class Rank:
             "gradients": self._move(message, "backward", carry["gradients"], row),
         }, None
 
-    def _forward(self, of: Pass, sums: Sums, carry: Carry, row: Row) -> tuple[Sums, Stream, Kept]:
+    def _forward(
+        self, of: "_Pass", own: Carry, carry: Carry, row: Row
+    ) -> tuple[Carry, Stream, Kept]:
         params, context = self._arguments(row, of.number)
-        # Traced as in the backward pass, where gradients are added to these.
-        totals = [jnp.zeros_like(total) for total in of.sums(carry)] if self._keep_residuals else []
-        params = *params, totals
         is_last = of.number == self._parts.passes - 1
 
-        def run(sums: Sums) -> tuple[Sums, Stream, Kept]:
+        def run(own: Carry) -> tuple[Carry, Stream, Kept]:
             x = self._stage_input(of, carry, row, context)
-            (y, auxiliary, _), kept = of.backward.forward(params, x, context)
+            (y, auxiliary), kept = of.backward.forward(params, x, context)
             if self._keep_residuals:
                 before = self._before(of.number, self._receive(carry, row))
                 kept = self._store(carry, "residuals", of, jax.tree.leaves((kept, y, before)))
             else:
                 kept = self._store(carry)
             if not self._skip_last:
-                sums = _add_sums(sums, self._mask_idle(auxiliary, row))
-            return sums, y, kept
+                own = {**own, "sums": _add_sums(own["sums"], self._mask_idle(auxiliary, row))}
+            return own, y, kept
 
         if self._skip_last and is_last:
             nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
             idle = nothing, self._store(carry)
-            return jax.lax.cond(row["last"], lambda sums: (sums, *idle), run, sums)
-        sums, y, kept = run(sums)
+            return jax.lax.cond(row["last"], lambda own: (own, *idle), run, own)
+        own, y, kept = run(own)
         if self._table.has_backward or not is_last:
-            return sums, y, kept
+            return own, y, kept
         sums = self._where(
             row["last"],
             self._parts.head_has_layers,
             lambda sums: _add_sums(sums, self._head(self._of_outer, y, context)),
             lambda sums: sums,
-            sums,
+            own["sums"],
         )
-        return sums, y, kept
+        return {**own, "sums": sums}, y, kept
 
-    def _backward(self, of: Pass, own: Carry, carry: Carry, row: Row) -> tuple[Carry, Stream, Kept]:
-        (of_layers, of_shared), context = self._arguments(row, of.number)
-        params = of_layers, of_shared, of.sums(own)
+    def _backward(
+        self, of: "_Pass", own: Carry, carry: Carry, row: Row
+    ) -> tuple[Carry, Stream, Kept]:
+        params, context = self._arguments(row, of.number)
         x = self._stage_input(of, carry, row, context)
         saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
         kept, outputs, transpose = self._before(of.number, self._receive(carry, row)), None, None
@@ -261,9 +241,7 @@ class Rank:
         def y() -> Stream:
             if self._keep_residuals:
                 return y_kept
-            if outputs is not None:
-                return outputs[0]
-            return self._stage(of.number, set(), (of_layers, of_shared, []), x, context)[0]
+            return (self._stage(of.number, params, x, context) if outputs is None else outputs)[0]
 
         def receive() -> Any:
             gradient = {name: take([waiting], row["gradient_slot"])[0]
@@ -282,13 +260,12 @@ class Rank:
         gradient = y_gradient, self._auxiliary_gradient(of)
         if transpose is None:
             assert of.halves is not None, "a stage that is not cut has a transpose"
-            arguments = jax.tree.leaves((params, residuals, context, of.sums(own), x, gradient))
+            arguments = jax.tree.leaves((params, residuals, context, x, gradient))
             results, stash = of.halves.first(*arguments)
             by_number = dict(zip(of.halves.early, results, strict=True))
             for_second = self._store(carry, "stash", of, stash)
         else:
-            gradients = transpose((*gradient, of.sums(own)))
-            by_number = dict(enumerate(jax.tree.leaves(gradients)))
+            by_number = dict(enumerate(jax.tree.leaves(transpose(gradient))))
         leaves = [by_number.pop(of.count + index) for index in range(len(jax.tree.leaves(x)))]
         message = jax.tree.unflatten(jax.tree.structure(x), leaves)
         if of.number == 0:
@@ -313,46 +290,27 @@ class Rank:
         own = {**own, "outer": outer, "sums": sums}
         return self._add(of, own, by_number, row), message, for_second
 
-    def _weight_gradients(self, of: Pass, own: Carry, carry: Carry, row: Row) -> Carry:
+    def _weight_gradients(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> Carry:
         """Run the second half of a split backward pass."""
         params, context = self._arguments(row, of.number)
         saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
-        saved, sums = saved[: len(of.backward.kept)], of.sums(own)
-        assert of.halves is not None, "only a split backward pass has a second half"
+        saved = saved[: len(of.backward.kept)]
         results = of.halves.second(
             by_rows(take(carry["stash"][of.number], row["stash_slot"])),
-            *jax.tree.leaves(((*params, sums), saved, context, sums)),
+            *jax.tree.leaves((params, saved, context)),
         )
         return self._add(of, own, dict(zip(of.halves.late, results, strict=True)), row)
 
     # -- the model's parts -----------------------------------------------------------------------
 
-    def _stage(
-        self, number: int, fused: set[int], params: Any, x: Stream, context: Any
-    ) -> tuple[Stream, Sums, list[jax.Array]]:
-        """Run the layers of one stage; return its outputs, and the sums of its gradients unchanged.
-
-        The gradients of the layers are added to the gradients of these sums; see `execution.Fused`.
-
-        Args:
-          number: of the pass.
-          fused: indices of the layers' parameters whose gradients are; added to.
-          params: what the layers and the shared parameters are differentiated by, and the sums of
-            the rank's layers, or none.
-          x: the stage's input.
-          context: its other arguments.
-        """
-        (of_layers, of_shared, totals), (own, micro, numbers, slot) = params, context
+    def _stage(self, number: int, params: Any, x: Stream, context: Any) -> tuple[Stream, Sums]:
+        (of_layers, of_shared), (own, micro, numbers) = params, context
         parts, weighed = self._parts, self._with_gradient
         _, others = parts.of_pass(number, self._layers)
         shared, rest = parts.split_shared(self._outer)
         layers = parts.join(weighed(own, of_layers), weighed(others))
         outer = parts.join(weighed(shared, of_shared), weighed(rest))
-        weights = jax.tree.leaves(of_layers) if totals else []
-        with fuse_accumulation(weights, totals, slot) as sums:
-            y, auxiliary = parts.run_layers(number, layers, outer, x, micro, numbers)
-        fused |= sums.taken
-        return y, auxiliary, sums.sums
+        return parts.run_layers(number, layers, outer, x, micro, numbers)
 
     def _enter(self, number: int, of_outer: Variables, before: Stream, context: Any) -> Stream:
         micro = context[1]
@@ -394,7 +352,7 @@ class Rank:
         return jax.lax.cond(has, run, other, *own)
 
     def _entering(
-        self, of: Pass, outer: Any, gradient: Stream, before: Stream, context: Any
+        self, of: "_Pass", outer: Any, gradient: Stream, before: Stream, context: Any
     ) -> tuple[Any, Stream]:
         """Return totals with the gradient of a pass's inputs added, and the gradient for the pass
         before."""
@@ -410,13 +368,13 @@ class Rank:
         """Return the outputs of the earlier passes in a stream."""
         return {name: x[name] for name, first in self._parts.travels.items() if first < number}
 
-    def _auxiliary_gradient(self, of: Pass) -> Sums:
+    def _auxiliary_gradient(self, of: "_Pass") -> Sums:
         # Only minimized sums have a gradient; the others are metrics.
         none = jax.tree.map(zeros, of.auxiliary)
         return jax.grad(self._parts.objective.total)(none, self._scales)
 
     def _no_sums(self) -> Sums:
-        row: Any = {"chunk": 0, "microbatch": 0, "busy": 1}
+        row: Any = {"chunk": 0, "microbatch": 0}
         last = self._passes[-1]
         _, context = self._arguments(row, last.number)
         y = last.backward.outputs[0]
@@ -437,12 +395,10 @@ class Rank:
             self._rows_of(self._parts.of_pass(number, tree)[0], row)
             for tree in (self._layers, self._of_layers)
         )
-        start = jnp.asarray(row["chunk"] * self._stages.longest, jnp.int32)
-        slot = StageSlot(start, jnp.asarray(row["busy"] > 0) if self._together else None)
-        context = layers, micro, self._rows_of(self._numbers, row), slot
+        context = layers, micro, self._rows_of(self._numbers, row)
         return (of_layers, self._parts.split_shared(self._of_outer)[0]), context
 
-    def _stage_input(self, of: Pass, carry: Carry, row: Row, context: Any) -> Stream:
+    def _stage_input(self, of: "_Pass", carry: Carry, row: Row, context: Any) -> Stream:
         def entering() -> Stream:
             before = self._before(of.number, self._receive(carry, row))
             return self._enter(of.number, self._of_outer, before, context)
@@ -487,7 +443,9 @@ class Rank:
         senders = [along(number, edges) for number, edges in enumerate(self._patterns[way])]
         return jax.lax.switch(row[way], senders, buffer)
 
-    def _store(self, carry: Carry, name: str = "", of: Pass | None = None, new: Any = ()) -> Kept:
+    def _store(
+        self, carry: Carry, name: str = "", of: "_Pass | None" = None, new: Any = ()
+    ) -> Kept:
         """Return what an action stores for later ones: zeros except for `new` of a pass."""
         kept = {
             name: [[jnp.zeros_like(b[0]) for b in own] for own in carry[name]] for name in _KEPT
@@ -534,17 +492,13 @@ class Rank:
             lambda x: jax.lax.dynamic_slice_in_dim(x, row["chunk"] * size, size), tree
         )
 
-    def _add(self, of: Pass, own: Carry, gradients: dict[int, jax.Array], row: Row) -> Carry:
+    def _add(self, of: "_Pass", own: Carry, gradients: dict[int, jax.Array], row: Row) -> Carry:
         """Return the totals with a stage's gradients added, by their indices among its
-        parameters; those that the stage's backward pass has added to are themselves.
+        parameters.
         """
         start = row["chunk"] * self._stages.longest
         layers, outer = list(own["layers"]), list(own["outer"])
-        count = len(of.layers) + len(of.shared)
-        for number in [number for number in gradients if number >= count]:
-            layers[of.layers[number - count]] = gradients.pop(number)
-        others = {n: gradient for n, gradient in gradients.items() if n not in of.fused}
-        for number, gradient in self._mask_idle(others, row).items():
+        for number, gradient in self._mask_idle(gradients, row).items():
             if number >= len(of.layers):
                 slot = of.shared[number - len(of.layers)]
                 outer[slot] += gradient.astype(outer[slot].dtype)
@@ -557,23 +511,49 @@ class Rank:
         return {**own, "layers": layers, "outer": outer}
 
 
-def _run_if(runs: jax.Array, function: Callable[[Any], Any], value: Any) -> Any:
-    """Return `function(value)` if `runs`, else the value: `jax.lax.cond` that updates in place.
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """Functions and shapes of one pass around the ring, on a rank.
 
-    A loop of one turn or none. XLA's GPU compiler copies what each branch of a condition returns
-    (the sums of all gradients, in every tick), but what a loop carries is updated in place.
-
-    Args:
-      runs: bool scalar.
-      function: returns what it takes, updated.
-      value: a pytree of arrays.
+    Attributes:
+      number: index from 0.
+      backward: of a stage.
+      auxiliary: shapes of its layers' sums.
+      kept: shapes of what is stored from a microbatch's forward to its backward.
+      halves: of the backward pass, if it is split.
+      layers: indices of its layers' parameters among those of all layers.
+      shared: indices, among the parameters around the layers, of those that its layers read.
     """
 
-    def turn(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        return state[0] + 1, function(state[1])
+    number: int
+    backward: Backward
+    auxiliary: Sums
+    kept: list[Any]
+    halves: Any
+    layers: list[int]
+    shared: list[int]
 
-    begin = jnp.where(runs, 0, 1).astype(jnp.int32)
-    return jax.lax.while_loop(lambda state: state[0] < 1, turn, (begin, value))[1]
+    @property
+    def count(self) -> int:
+        """Number of arrays that a stage is differentiated by, except its input."""
+        return len(self.layers) + len(self.shared)
+
+    @property
+    def stash(self) -> Sequence[Any]:
+        """Shapes of what the first half of a backward pass passes to the second."""
+        return () if self.halves is None else self.halves.stash
+
+
+def action_numbers(table: Slots, passes: int, chunks: int) -> np.ndarray:
+    """Return the number of a rank's action in each tick: kind of work times `passes`, plus the
+    pass.
+
+    Args:
+      table: the schedule.
+      passes: around the ring.
+      chunks: stages of each rank in one of them.
+    """
+    return table.kind * passes + np.where(table.kind == Work.IDLE, 0, table.chunk // chunks)
 
 
 def _add(totals: list[jax.Array], parts: Any) -> list[jax.Array]:

@@ -195,18 +195,6 @@ def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
     )
 
 
-def action_numbers(table: Slots, passes: int, chunks: int) -> np.ndarray:
-    """Return the number of a rank's action in each tick: kind of work times `passes`, plus the
-    pass.
-
-    Args:
-      table: the schedule.
-      passes: around the ring.
-      chunks: stages of each rank in one of them.
-    """
-    return table.kind * passes + np.where(table.kind == Work.IDLE, 0, table.chunk // chunks)
-
-
 def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Return zeros of this shape, dtype and sharding."""
     return _zeros(shape, ())

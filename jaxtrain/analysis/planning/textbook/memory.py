@@ -35,7 +35,7 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.layouts import abstract_layout, resolve_config, rows_held
 from jaxtrain.training.offload import Offload
-from jaxtrain.training.pipeline.schedules import SPLIT, Pipeline
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Config
 
 
@@ -287,10 +287,6 @@ class _Step:
         return math.ceil(self._model.layers / self._ranks / self.config.pipeline.virtual_stages)
 
     @property
-    def _layers_of_rank(self) -> int:
-        return math.ceil(self._model.layers / self._ranks)
-
-    @property
     def _copies(self) -> int:
         if not self.copied and self.config.precision.compute == self.config.precision.params:
             return 0
@@ -429,31 +425,21 @@ class _Step:
 
     @property
     def _gradients_of_layers(self) -> int:
-        """Bytes of a microbatch's gradients of the layers at once: of several microbatches those
-        of one iteration of the loop over layers, or of one layer without it in a pipeline (see
-        `execution.Fused`)."""
-        whole, at_once = self._gradients(itemsize=self._compute, layers=True), 1
+        """Bytes of a microbatch's gradients of the layers at once: in a pipeline those of one of
+        a rank's stages, which a tick adds to the accumulators; of several microbatches those of one
+        iteration of the loop over layers (see `execution.Fused`)."""
+        whole = self._gradients(itemsize=self._compute, layers=True)
         if self._fuses:
-            block = self.config.scan.layers_per_iteration
-            if block < self._layers_of_stage and not self._unrolls_stages:
-                at_once = max(block, 1)
-            return whole * at_once // self._layers_of_rank
+            return whole * self.config.scan.layers_per_iteration // self._model.layers
         stages = self.config.pipeline.virtual_stages if self._ranks > 1 else 1
         return (whole - self._compute * self._numbers_on_host) // stages
 
     @property
-    def _unrolls_stages(self) -> bool:
-        """Whether a pipeline's stages have no loop over their layers."""
-        pipeline = self.config.pipeline
-        return self._ranks > 1 and (pipeline.backward == "residuals" or pipeline.schedule in SPLIT)
-
-    @property
     def _fuses(self) -> bool:
-        """Whether the loop over layers, or over those of a stage, adds a microbatch's gradients to
-        the accumulators."""
+        """Whether the loop over layers adds a microbatch's gradients to the accumulators."""
         in_loop = 0 < self.config.scan.layers_per_iteration < self._model.layers
         on_device = self.config.offload.gradients == "none"
-        return (in_loop or self._ranks > 1) and on_device and self._microbatches > 1
+        return in_loop and on_device and self._ranks == 1 and self._microbatches > 1
 
     @property
     def _all_gradients(self) -> int:
@@ -475,15 +461,8 @@ class _Step:
             "one layer's attention scores": self._scores(),
             "one layer's gradients in the ring": self._sums_in_ring(),
             "collective buffers: one layer's weights": self._gathered_layer,
-            "one layer's weights, out of a stage's": self._sliced_layer,
             **self._waiting_table,
         }
-
-    @property
-    def _sliced_layer(self) -> int:
-        """Bytes of one layer's weights, which a stage without a loop copies out of its own."""
-        held = elements(self._state, self.layout, "parameter", "weights", layers=True)
-        return self._compute * held // self._layers_of_rank * self._unrolls_stages
 
     @property
     def _gathered_layer(self) -> int:
