@@ -26,6 +26,7 @@ TABLE = {
     ],
 )
 def test_known_keys_and_allowed_values_pass(content):
+    assert list(check_keys(content, TABLE)) == []
     validate(content, TABLE, where="file")
 
 

@@ -183,8 +183,11 @@ def test_a_killed_attempt_restarts_through_it_and_ends_as_if_never_killed(config
 @pytest.mark.slow
 def test_a_killed_supervisor_leaves_none(config, tmp_path):
     run = Supervised(config, tmp_path / "run")
-    ready = run.standby()
+    ready = Path(f"/proc/{run.standby()}")
+    attempt = Path(f"/proc/{run.attempt()['pid']}")
+    assert ready.exists()
+    assert attempt.exists()
     run.popen.kill()
     run.popen.wait()
-    wait_for(lambda: not Path(f"/proc/{ready}").exists())
-    wait_for(lambda: not Path(f"/proc/{run.attempt()['pid']}").exists(), 120)
+    wait_for(lambda: not ready.exists())
+    wait_for(lambda: not attempt.exists(), 120)
