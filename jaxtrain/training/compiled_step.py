@@ -165,7 +165,6 @@ class Stepper:
         """
         self._step, self._corruption = step, corruption
         self._arrays = jax.tree.leaves(state)
-        self._ahead = RunAhead()
         self.train_step: Callable[..., Any] = step.on_arrays
 
     @property
@@ -188,7 +187,6 @@ class Stepper:
         devices.
         """
         self._arrays, metrics = self.train_step(self._arrays, batch)
-        self._ahead.add(metrics["loss"])
         return metrics
 
     def step_and_check(self, batch: Batch, step: int) -> Sums:
