@@ -132,14 +132,15 @@ def test_chunks_of_the_loss_that_are_too_small_are_told_with_one_that_is_not():
 
 
 def test_a_gpu_s_memory_that_jax_leaves_alone_is_the_first_way_out():
-    """71.2 of an H100's 79.1 GiB by itself, 74.4 of them where 0.94 is requested."""
+    """0.9 of a board of 24 GB by itself, 0.94 where it is requested; of an H100 0.94 by itself."""
     bindings = ["Train.accumulation=8", "Remat.policy='none'"]
-    config, target = load_config("gpt2_124m", bindings), parse_target("h100:1x1")
-    found = fixes_for(config, target, over=3 * 2**30)[0]
+    config, target = load_config("gpt2_124m", bindings), parse_target("rtx4090:1x1")
+    found = fixes_for(config, target, over=2**29)[0]
     assert found.changes == {"Train.gpu_memory_fraction": 0.94}
-    assert found.saved == pytest.approx(84_942_979_072 * (0.94 - 0.9), abs=2)
-    assert "3.2 GiB more of each GPU for programs (fits)" in found.sentence
+    assert found.saved == pytest.approx(23.64 * 2**30 * (0.94 - 0.9), abs=2)
+    assert "968.3 MiB more of each GPU for programs (fits)" in found.sentence
     whole = with_memory(target, 0.94)
-    for machine, over in ((target, 4 * 2**30), (whole, 1), (parse_target("v5e:1x1"), 1)):
+    others = parse_target("h100:1x1"), parse_target("v5e:1x1")
+    for machine, over in ((target, 2**30), (whole, 1), *((other, 1) for other in others)):
         fixes = fixes_for(config, machine, over=over)
         assert not any("Train.gpu_memory_fraction" in fix.changes for fix in fixes)

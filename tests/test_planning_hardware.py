@@ -13,7 +13,7 @@ from jaxtrain.analysis.planning.machines.targets import (
     target_devices,
 )
 from jaxtrain.nn.matmul import eight_bit
-from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, chip_of
+from jaxtrain.parallel.chips import CHIPS, chip_of, gpu_memory_fraction
 
 OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
@@ -144,9 +144,18 @@ def test_links_together_carry_nine_tenths_of_the_documented_bandwidth(name, giga
      ("gb200", 186e9), ("b300", 270e9), ("gb300", 279e9), ("rtx3090", 24e9),
      ("rtx4090", 24e9), ("rtx5090", 32e9)],
 )  # fmt: skip
-def test_programs_on_a_gpu_get_three_quarters_of_its_memory(name, nominal):
+def test_programs_on_a_gpu_get_most_of_its_memory(name, nominal):
     # A board has a little more than is written on it.
-    assert 1 <= CHIPS[name].hbm_bytes / (GPU_MEMORY_FRACTION * nominal) < 1.07
+    chip = CHIPS[name]
+    assert 1 <= chip.memory_bytes / nominal < 1.07
+    fraction = chip.hbm_bytes / chip.memory_bytes
+    assert fraction == pytest.approx(0.94 if nominal >= 80e9 else 0.9, abs=1e-9)
+
+
+def test_what_is_not_for_programs_is_the_same_on_boards_of_any_size_between_47_and_78_gib():
+    left = [size * (1 - gpu_memory_fraction(size)) / 2**30 for size in (47.1 * 2**30, 78 * 2**30)]
+    assert left == pytest.approx([4.7, 4.7])
+    assert CHIPS["v5e"].memory_bytes is None
 
 
 def test_device_kinds_name_one_chip_each():

@@ -127,7 +127,7 @@ def test_the_part_of_a_gpu_s_memory_is_what_programs_are_planned_into():
     more = [*SMALL[1::2], "Train.gpu_memory_fraction=0.9375"]
     most = plan(load_config("gpt2_124m", more), "h100:1x8", compile=False)
     sizes = [found.to_json()["hbm_bytes"] for found in (some, most)]
-    assert sizes[1] == pytest.approx(sizes[0] * 0.9375 / 0.9, rel=1e-9)
+    assert sizes[1] == pytest.approx(sizes[0] * 0.9375 / 0.94, rel=1e-9)
     # The compiler is told of the whole board all the same.
     assert "device_memory_size: 84942979072\n" in target_config(most.target.chip)
     on_tpu = plan(load_config("gpt2_124m", more), "v5e:2x4", compile=False)
@@ -137,7 +137,9 @@ def test_the_part_of_a_gpu_s_memory_is_what_programs_are_planned_into():
             load_config("gpt2_124m", [f"Train.gpu_memory_fraction={wrong}"])
 
 
-def test_jax_is_told_how_much_of_a_gpu_to_take_or_the_user_that_it_was_too_late(monkeypatch):
+def test_jax_is_told_how_much_of_a_gpu_to_take_or_the_user_that_it_was_too_late(
+    monkeypatch, tmp_path
+):
     name, former = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.setenv(name, "")
     monkeypatch.setenv(former, "0.5")
@@ -148,8 +150,18 @@ def test_jax_is_told_how_much_of_a_gpu_to_take_or_the_user_that_it_was_too_late(
     assert former not in os.environ  # both at once are an error
     assert "memory_fraction': 0.94" in str(generate_pjrt_gpu_plugin_options())
     del os.environ[name]
-    take_gpu_memory(None)
+    take_gpu_memory(None, tmp_path)
     assert os.environ[name] == "0.9"
+    # What NVIDIA's driver lists: the smallest board decides, and one that is not known.
+    for number, (model, fraction) in enumerate(
+        [("NVIDIA H100 80GB HBM3", "0.94"), ("NVIDIA L4", "0.9"), ("NVIDIA H200", "0.9")]
+    ):
+        listed = tmp_path / f"proc/driver/nvidia/gpus/0000:0{number}:00.0/information"
+        listed.parent.mkdir(parents=True)
+        listed.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 130\n")
+        del os.environ[name]
+        take_gpu_memory(None, tmp_path)
+        assert os.environ[name] == fraction
 
     whole = 84_942_979_072
     taken = types.SimpleNamespace(

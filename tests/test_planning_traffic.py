@@ -24,6 +24,7 @@ from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
+from jaxtrain.parallel import gathering
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.compose import compose
@@ -421,6 +422,16 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
 def test_everything_that_moves_is_explained_and_the_textbooks(name):
     config, forms = {**OWN, **SLOW}[name]
     assert faults(audited(config, *compiled(name)), forms) == []
+
+
+@needs_libtpu
+def test_the_two_gradients_of_a_large_tied_table_are_reduced_apart(monkeypatch):
+    config, forms = OWN["fsdp, tied, chunks"]
+    monkeypatch.setattr(gathering, "LARGE_TABLE", 1)
+    rows = audited(config, *compiled_step(config))
+    assert faults(rows, forms) == []
+    (table,) = [row for row in rows if row.cause.startswith("gradients: token_embedding")]
+    assert table.count == 2
 
 
 @pytest.mark.slow

@@ -9,8 +9,20 @@ _PCIE4 = 16 * 16e9 * 128 / 130 / 8
 # The part of a GPU's memory that a run takes unless `Train.gpu_memory_fraction` or the environment
 # says otherwise. JAX's own default of 0.75 (docs.jax.dev, "GPU memory allocation") leaves room for
 # other programs. The rest holds what is not in JAX's pool: CUDA's context (1.5 GiB on an A100, by
-# BLOOM's chronicles), NCCL's buffers and the libraries' workspaces.
+# BLOOM's chronicles), NCCL's buffers and the libraries' workspaces. It does not grow with the
+# memory: NVIDIA's recipes for JAX (dgxc-benchmarking) leave 6% of 80 GB, which are 4.7 GiB, and
+# JAX-Toolbox's for any GPU 10%.
 GPU_MEMORY_FRACTION = 0.9
+MOST_OF_A_GPU = 0.94
+_OUTSIDE_THE_POOL = 4.7 * _GIB
+
+
+def gpu_memory_fraction(memory: float) -> float:
+    """Return the fraction that programs get of a GPU's memory (bytes): 0.9, of 80 GB or more 0.94.
+
+    Between these sizes 4.7 GiB are left.
+    """
+    return min(max(1 - _OUTSIDE_THE_POOL / memory, GPU_MEMORY_FRACTION), MOST_OF_A_GPU)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Slices:
 DISK_BANDWIDTH = 5e9
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """Specification of one JAX device of a chip; None where it is not known or does not apply.
 
@@ -76,7 +88,9 @@ class Chip:
       float8_flops: peak FLOP/s of dense float8 matmuls; None without units for them.
       int8_flops: peak operations/s of dense int8 matmuls; None where they are not known to
         be faster than those of bfloat16.
-      hbm_bytes: memory that the programs on one device may fill, in bytes.
+      memory_bytes: all memory of a GPU, in bytes; None for other devices.
+      hbm_bytes: memory that the programs on one device may fill, in bytes; None: on a GPU
+        `gpu_memory_fraction` of all, elsewhere unlimited.
       hbm_bandwidth: bytes/s between the device and its memory.
       link_bandwidth: bytes/s that a device sends to one neighbor in one direction: an ICI link, or
         all of a GPU's NVLinks together, since the switch leads them to any one GPU; its PCIe slot
@@ -101,11 +115,12 @@ class Chip:
     float32_flops: float | None
     float8_flops: float | None
     int8_flops: float | None
-    hbm_bytes: int | None
     hbm_bandwidth: float | None
     link_bandwidth: float | None
     links: int
     dcn_bandwidth: float | None
+    memory_bytes: int | None = None
+    hbm_bytes: int | None = None
     host_bandwidth: float | None = None
     disk_bandwidth: float = DISK_BANDWIDTH
     devices: int = 1
@@ -114,6 +129,11 @@ class Chip:
     slices: Slices | None = None
     processor: Processor | None = None
     also_called: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hbm_bytes is None and self.memory_bytes is not None:
+            usable = self.memory_bytes * gpu_memory_fraction(self.memory_bytes)
+            object.__setattr__(self, "hbm_bytes", int(usable))
 
     def narrow_flops(self, matmul: str) -> float | None:
         """Peak FLOP/s of 8-bit matmuls, by `Precision.matmul`; None if not supported."""
@@ -152,8 +172,8 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 # - bf16_flops, float32_flops (TF32), float8_flops, int8_flops, hbm_bandwidth, link_bandwidth:
 #   NVIDIA's data sheets of A100, H100, H200 and HGX/DGX B200. FLOPs given "with sparsity" are
 #   halved, and so is NVLink's bandwidth, which counts both directions.
-# - hbm_bytes: GPU_MEMORY_FRACTION of the memory CUDA reports (xla/backends/gpu/target_config/specs
-#   of openxla/xla; for H200 the "total capacity of 139.80 GiB" that PyTorch reports).
+# - memory_bytes: the memory CUDA reports (xla/backends/gpu/target_config/specs of openxla/xla; for
+#   H200 the "total capacity of 139.80 GiB" that PyTorch reports).
 # - dcn_bandwidth: data sheets of DGX A100 (eight 200 Gb/s adapters for eight GPUs), DGX H100, H200
 #   and B200 (eight of 400 Gb/s).
 # - host_bandwidth: 16 lanes of PCI Express 4.0 (A100, L40S, L4, RTX 3090 and 4090) or 5.0. Grace in
@@ -164,8 +184,8 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   of those that accumulate in float16 on GeForce. L4: its data sheet, "with sparsity" halved.
 # - float8_flops and int8_flops: L4's data sheet. None for GeForce, where Precision.matmul rejects
 #   them.
-# - hbm_bandwidth: the same papers. hbm_bytes: GPU_MEMORY_FRACTION of what PyTorch reports as total
-#   capacity on Linux, 23.70, 23.64, 31.36 and 22.03 GiB (issues 137 of Lightning-AI/lit-llama, 104
+# - hbm_bandwidth: the same papers. memory_bytes: what PyTorch reports as total capacity on Linux,
+#   23.70, 23.64, 31.36 and 22.03 GiB (issues 137 of Lightning-AI/lit-llama, 104
 #   of ali-vilab/VGen, 20 of TrajectoryCrafter/TrajectoryCrafter, 190 of ArcInstitute/evo2).
 # - link_bandwidth: 16 lanes of PCI Express 4.0 (16 GT/s) or 5.0 (32 GT/s), of 130 bits 128 data. A
 #   bridge between two 3090s (56 GB/s) is not counted.
@@ -173,7 +193,7 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   (docs.cloud.google.com/compute/docs/gpus).
 # PCIe boards of the A100 have the SXM boards' peak. H100 PCIe and NVL: the data sheet "H100 Tensor
 # Core GPU", and L40S its own, with PCIe slots likewise, without a bridge between two H100s.
-# - hbm_bytes: GPU_MEMORY_FRACTION of what PyTorch reports as total capacity: H100 NVL 93.00 GiB
+# - memory_bytes: what PyTorch reports as total capacity: H100 NVL 93.00 GiB
 #   (issue 56 of ali-vilab/VACE), L40S 44.42 (issue 8 of stepfun-ai/Step-Video-T2V), B300 267.69,
 #   MI300X 191.98; of H100 PCIe, GB200 and GB300, and all processors, openxla/xla as above.
 # GB200 and GB300: NVIDIA's data sheets of the NVL72 racks, over 72 GPUs, which one switch joins;
@@ -240,7 +260,7 @@ _ALL = (
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
         int8_flops=624e12,
         host_bandwidth=_PCIE4,
-        hbm_bytes=int(85_100_068_864 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
+        memory_bytes=85_100_068_864, hbm_bandwidth=2039e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9, watts=400,
         processor=_A100, also_called=("a100-80",),
     ),
@@ -250,7 +270,7 @@ _ALL = (
         bf16_flops=312e12, float32_flops=156e12, float8_flops=None,
         int8_flops=624e12,
         host_bandwidth=_PCIE4,
-        hbm_bytes=int(42_331_013_120 * GPU_MEMORY_FRACTION), hbm_bandwidth=1555e9,
+        memory_bytes=42_331_013_120, hbm_bandwidth=1555e9,
         link_bandwidth=300e9, links=1, dcn_bandwidth=25e9, watts=400,
         processor=_A100,
     ),
@@ -259,7 +279,7 @@ _ALL = (
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
         int8_flops=1979e12,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=3350e9,
+        memory_bytes=84_942_979_072, hbm_bandwidth=3350e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9, watts=700,
         processor=_HOPPER,
     ),
@@ -268,7 +288,7 @@ _ALL = (
         bf16_flops=835e12, float32_flops=417.5e12, float8_flops=1670.5e12,
         int8_flops=1670.5e12,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(93.00 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=3900e9,
+        memory_bytes=int(93.00 * _GIB), hbm_bandwidth=3900e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=400,
         processor=dataclasses.replace(_HOPPER, clock_ghz=1.785),
     ),
@@ -277,7 +297,7 @@ _ALL = (
         bf16_flops=756e12, float32_flops=378e12, float8_flops=1513e12,
         int8_flops=1513e12,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(84_942_979_072 * GPU_MEMORY_FRACTION), hbm_bandwidth=2039e9,
+        memory_bytes=84_942_979_072, hbm_bandwidth=2039e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755),
     ),
@@ -286,7 +306,7 @@ _ALL = (
         bf16_flops=989e12, float32_flops=494.5e12, float8_flops=1979e12,
         int8_flops=1979e12,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(139.80 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=4800e9,
+        memory_bytes=int(139.80 * _GIB), hbm_bandwidth=4800e9,
         link_bandwidth=450e9, links=1, dcn_bandwidth=50e9, watts=700,
         processor=_HOPPER,
     ),
@@ -295,7 +315,7 @@ _ALL = (
         bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
         int8_flops=4500e12,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(191_514_411_008 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        memory_bytes=191_514_411_008, hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=50e9, watts=1000,
         processor=Processor(
             (10, 0), True, 148, 128, 2048, 228 * 1024, 227 * 1024, 132_644_864, 1.965
@@ -306,7 +326,7 @@ _ALL = (
         bf16_flops=2500e12, float32_flops=1250e12, float8_flops=5000e12,
         int8_flops=5000e12,
         host_bandwidth=2.25e11,
-        hbm_bytes=int(197_897_748_480 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        memory_bytes=197_897_748_480, hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=50e9, watts=1200, most_together=72,
         processor=Processor(
             (10, 0), True, 152, 128, 2048, 228 * 1024, 227 * 1024, 135_528_448, 2.062
@@ -317,7 +337,7 @@ _ALL = (
         bf16_flops=2250e12, float32_flops=1125e12, float8_flops=4500e12,
         int8_flops=None,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(267.69 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        memory_bytes=int(267.69 * _GIB), hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=100e9, watts=1100,
         processor=Processor(
             (10, 3), True, 158, 128, 2048, 228 * 1024, 227 * 1024, 135_528_448, 1.965
@@ -328,7 +348,7 @@ _ALL = (
         bf16_flops=2500e12, float32_flops=1250e12, float8_flops=5000e12,
         int8_flops=None,
         host_bandwidth=2.25e11,
-        hbm_bytes=int(297_021_079_552 * GPU_MEMORY_FRACTION), hbm_bandwidth=8000e9,
+        memory_bytes=297_021_079_552, hbm_bandwidth=8000e9,
         link_bandwidth=900e9, links=1, dcn_bandwidth=100e9, watts=1400, most_together=72,
         processor=Processor(
             (10, 3), True, 152, 128, 2048, 228 * 1024, 227 * 1024, 135_528_448, 2.07
@@ -339,7 +359,7 @@ _ALL = (
         bf16_flops=1307.4e12, float32_flops=653.7e12, float8_flops=None,
         int8_flops=None,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(191.98 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=5300e9,
+        memory_bytes=int(191.98 * _GIB), hbm_bandwidth=5300e9,
         link_bandwidth=448e9, links=1, dcn_bandwidth=50e9, watts=750,
     ),
     Chip(
@@ -347,7 +367,7 @@ _ALL = (
         bf16_flops=366.5e12, float32_flops=183e12, float8_flops=733e12,
         int8_flops=733e12,
         host_bandwidth=_PCIE4,
-        hbm_bytes=int(44.42 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=864e9,
+        memory_bytes=int(44.42 * _GIB), hbm_bandwidth=864e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=Processor((8, 9), False, 142, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.52),
     ),
@@ -356,7 +376,7 @@ _ALL = (
         bf16_flops=121e12, float32_flops=60e12, float8_flops=242.5e12,
         int8_flops=242.5e12,
         host_bandwidth=_PCIE4,
-        hbm_bytes=int(22.03 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=300e9,
+        memory_bytes=int(22.03 * _GIB), hbm_bandwidth=300e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=1.5625e9, watts=72,
         processor=Processor((8, 9), False, 58, 128, 1536, *_GEFORCE_SHARED, 48 * 2**20, 2.04),
     ),
@@ -365,7 +385,7 @@ _ALL = (
         bf16_flops=71e12, float32_flops=35.6e12, float8_flops=None,
         int8_flops=None,
         host_bandwidth=_PCIE4,
-        hbm_bytes=int(23.70 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=936e9,
+        memory_bytes=int(23.70 * _GIB), hbm_bandwidth=936e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=350,
         processor=Processor((8, 6), False, 82, 128, 1536, *_GEFORCE_SHARED, 6 * 2**20, 1.695),
         also_called=("3090",),
@@ -375,7 +395,7 @@ _ALL = (
         bf16_flops=165.2e12, float32_flops=82.6e12, float8_flops=None,
         int8_flops=None,
         host_bandwidth=_PCIE4,
-        hbm_bytes=int(23.64 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1008e9,
+        memory_bytes=int(23.64 * _GIB), hbm_bandwidth=1008e9,
         link_bandwidth=_PCIE4, links=1, dcn_bandwidth=None, watts=450,
         processor=Processor((8, 9), False, 128, 128, 1536, *_GEFORCE_SHARED, 72 * 2**20, 2.52),
         also_called=("4090",),
@@ -385,7 +405,7 @@ _ALL = (
         bf16_flops=209.5e12, float32_flops=104.8e12, float8_flops=None,
         int8_flops=None,
         host_bandwidth=2 * _PCIE4,
-        hbm_bytes=int(31.36 * _GIB * GPU_MEMORY_FRACTION), hbm_bandwidth=1792e9,
+        memory_bytes=int(31.36 * _GIB), hbm_bandwidth=1792e9,
         link_bandwidth=2 * _PCIE4, links=1, dcn_bandwidth=None, watts=575,
         processor=Processor((12, 0), False, 170, 128, 1536, *_GEFORCE_SHARED, 96 * 2**20, 2.407),
         also_called=("5090",),
@@ -394,7 +414,7 @@ _ALL = (
         name="cpu", kind="cpu", device_kinds=("cpu",),
         bf16_flops=None, float32_flops=None, float8_flops=None,
         int8_flops=None,
-        hbm_bytes=None, hbm_bandwidth=None,
+        hbm_bandwidth=None,
         link_bandwidth=None, links=1, dcn_bandwidth=None,
     ),
 )  # fmt: skip

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from jax.extend import backend
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, chip_of
+from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, chip_of, gpu_memory_fraction
 from jaxtrain.parallel.compilation import extend_collective_timeouts, keep_compiled_programs
 
 # Values that libtpu otherwise requests from a cloud's metadata server. Programs compiled for other
@@ -98,17 +99,32 @@ def platforms_without_libtpu(
     return "cpu"
 
 
-def take_gpu_memory(fraction: float | None) -> None:
+def take_gpu_memory(fraction: float | None, root: Path = Path("/")) -> None:
     """Set the fraction of each GPU's memory that JAX takes; call before the backend is opened.
 
     Args:
-      fraction: of the memory; None: as the environment has it, else `GPU_MEMORY_FRACTION`.
+      fraction: of the memory; None: as the environment has it, else `gpu_memory_fraction` of this
+        host's GPUs.
+      root: of the file system.
     """
     if fraction is None and any(os.environ.get(name) for name in _MEMORY_VARIABLES):
         return
     for name in _MEMORY_VARIABLES:
         os.environ.pop(name, None)
-    os.environ[_MEMORY_VARIABLES[0]] = f"{fraction or GPU_MEMORY_FRACTION:g}"
+    os.environ[_MEMORY_VARIABLES[0]] = f"{fraction or _fraction_of_this_host(root):.4g}"
+
+
+def _fraction_of_this_host(root: Path) -> float:
+    """Return the least `gpu_memory_fraction` of the GPUs that NVIDIA's driver lists; 0.9 if it
+    lists none or one that is not in the table.
+    """
+    texts = [path.read_text() for path in root.glob("proc/driver/nvidia/gpus/*/information")]
+    models = [model.strip() for text in texts for model in re.findall(r"^Model:(.*)$", text, re.M)]
+    memory = [chip.memory_bytes if (chip := chip_of(model)) else None for model in models]
+    return min(
+        (gpu_memory_fraction(size) if size else GPU_MEMORY_FRACTION for size in memory),
+        default=GPU_MEMORY_FRACTION,
+    )
 
 
 def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
@@ -119,9 +135,9 @@ def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
       device: a device of the run.
     """
     chip = chip_of(device.device_kind)
-    if fraction is None or chip is None or chip.kind != "gpu" or chip.hbm_bytes is None:
+    if fraction is None or chip is None or chip.memory_bytes is None:
         return None
-    taken = device.memory_stats()["bytes_limit"] / (chip.hbm_bytes / GPU_MEMORY_FRACTION)
+    taken = device.memory_stats()["bytes_limit"] / chip.memory_bytes
     if abs(taken - fraction) < 0.02:  # the driver keeps some of it
         return None
     return (

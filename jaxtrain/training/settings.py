@@ -371,7 +371,8 @@ class Train:
         else: another run's folder, its newest checkpoint, or a Hugging Face folder. None draws
         them from the seed.
       gpu_memory_fraction: the part of each GPU's memory that JAX takes at the start, such as 0.94;
-        None leaves it to XLA_CLIENT_MEM_FRACTION, else 0.9. TPUs and CPUs have no such part.
+        None leaves it to XLA_CLIENT_MEM_FRACTION, else 0.9, and 0.94 of 80 GB or more. TPUs and
+        CPUs have no such part.
     """
 
     model: Model

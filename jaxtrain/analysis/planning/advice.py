@@ -8,12 +8,7 @@ import jax
 
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import find_replicated
-from jaxtrain.analysis.planning.machines.targets import (
-    MOST_OF_A_GPU,
-    Target,
-    most_memory,
-    with_memory,
-)
+from jaxtrain.analysis.planning.machines.targets import Target, most_memory, with_memory
 from jaxtrain.analysis.planning.search.candidates import Price
 from jaxtrain.analysis.planning.search.search import price
 from jaxtrain.analysis.planning.search.variants import (
@@ -31,7 +26,7 @@ from jaxtrain.analysis.planning.textbook.facts import (
     positions_per_chunk,
 )
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
-from jaxtrain.parallel.chips import CHIPS, chip_of
+from jaxtrain.parallel.chips import CHIPS, MOST_OF_A_GPU, chip_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.layouts import notes

@@ -16,7 +16,8 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.kv_cache import Cache, LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
-from jaxtrain.parallel.gathering import GradientSlice
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.parallel.gathering import GradientSlice, reduce_first
 
 # Sums over the rows of a batch, each a float32 scalar, that layers return with their activations:
 # their means over documents' tokens become metrics. "auxiliary_loss" is added to the loss;
@@ -120,10 +121,18 @@ def logits(model: OutputHead, x_BTD: jax.Array) -> jax.Array:
 
 def padded_logits(model: OutputHead, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V or more], 0 for tokens from V on: split over `tensor`, whatever V is."""
-    logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
+    x_BTD, matrix = head_operands(model, x_BTD)
+    logits_BTV, bias = contract(LOGITS, x_BTD, matrix), model.output_bias()
     if bias is not None:
         logits_BTV = add_bias(logits_BTV, bias)
     return apply_softcap(logits_BTV, model.logit_softcap())
+
+
+def head_operands(model: OutputHead, x_BTD: jax.Array) -> tuple[jax.Array, nnx.Param]:
+    """Return final hidden states and the output matrix; see `reduce_first`."""
+    matrix = model.output_matrix()
+    is_tied = role_of(matrix) == "embedding"
+    return reduce_first(x_BTD, matrix) if is_tied else (x_BTD, matrix)
 
 
 def vocabulary(model: OutputHead) -> int:

@@ -29,6 +29,7 @@ from jaxtrain.nn.matmul.contract import operands
 from jaxtrain.nn.transformer.language_model import (
     LOGITS,
     Transformer,
+    head_operands,
     hidden_states,
     logits,
     padded_logits,
@@ -304,7 +305,7 @@ def token_loss(
         h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
         if settings.chunk_size is None:
             return of_logits(padded_logits(model, h_BTD), batch.targets, mask_BT).sum()
-        h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
+        h_BTD, matrix_VD, _ = operands(LOGITS, *head_operands(model, h_BTD))
         bias = model.output_bias()
         bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)
         return over_chunks(

@@ -14,10 +14,8 @@ from jax.experimental import topologies
 
 from jaxtrain.analysis.planning.machines.calibration import Calibration
 from jaxtrain.config.errors import NoCompilerError, UserError, nearest
-from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
+from jaxtrain.parallel.chips import CHIPS, MOST_OF_A_GPU, Chip, Slices
 
-# Memory fraction of a GPU in common recipes (JAX-Toolbox and MaxText's scripts).
-MOST_OF_A_GPU = 0.94
 # Ten times the largest machine ever built: the search factors the number of devices.
 MOST_DEVICES = 2**20
 
@@ -106,9 +104,9 @@ def with_memory(target: Target, fraction: float | None) -> Target:
     It is unchanged for None and for chips other than GPUs.
     """
     chip = target.chip
-    if fraction is None or chip.kind != "gpu" or chip.hbm_bytes is None:
+    if fraction is None or chip.memory_bytes is None:
         return target
-    size = int(chip.hbm_bytes / GPU_MEMORY_FRACTION * fraction)
+    size = int(chip.memory_bytes * fraction)
     return dataclasses.replace(target, chip=dataclasses.replace(chip, hbm_bytes=size))
 
 
@@ -116,9 +114,9 @@ def most_memory(target: Target) -> int | None:
     """Return the bytes of a GPU available at Train.gpu_memory_fraction=0.94, `MOST_OF_A_GPU`; None
     for other chips, and if that is not more than now."""
     chip = target.chip
-    if chip.kind != "gpu" or chip.hbm_bytes is None:
+    if chip.memory_bytes is None or chip.hbm_bytes is None:
         return None
-    room = with_memory(Target(CHIPS[chip.name], target.shape), MOST_OF_A_GPU).chip.hbm_bytes or 0
+    room = int(chip.memory_bytes * MOST_OF_A_GPU)
     return room if room > chip.hbm_bytes else None
 
 
@@ -321,8 +319,6 @@ def target_config(chip: Chip) -> str:
     gpu = chip.processor
     assert gpu is not None, "a GPU"
     major, minor = gpu.compute_capability
-    whole = CHIPS[chip.name].hbm_bytes  # `chip` may have another memory fraction
-    assert whole is not None
     assert chip.hbm_bandwidth is not None
     feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
     return f"""\
@@ -331,7 +327,7 @@ gpu_device_info {{
   core_count: {gpu.cores}
   fpus_per_core: {gpu.fpus_per_core}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {math.ceil(whole / GPU_MEMORY_FRACTION)}
+  device_memory_size: {chip.memory_bytes}
   memory_bandwidth: {round(chip.hbm_bandwidth)}
   l2_cache_size: {gpu.l2_bytes}
   shared_memory_per_core: {gpu.shared_bytes_per_core}

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
+from jaxtrain.analysis.planning.machines.targets import Target, most_memory
 from jaxtrain.analysis.planning.search.candidates import (
     FAR,
     NEAR,
@@ -55,6 +55,7 @@ from jaxtrain.analysis.planning.timing.timing import (
     step_time,
 )
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.chips import MOST_OF_A_GPU
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.progress import human_seconds

@@ -17,6 +17,7 @@ from jaxtrain.analysis.planning.textbook.steady import crossings
 from jaxtrain.models.model import Model, TokenModel, reads_tokens, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
+from jaxtrain.parallel.gathering import is_reduced_apart
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
 from jaxtrain.training.finetune.finetune import router_biases, tuning_of
 from jaxtrain.training.layouts import rows_held
@@ -231,6 +232,15 @@ class Facts:
     def is_tied(self) -> bool:
         """Whether embedding and output matrix are tied: no other parameter is the output."""
         return all(weight.role != "output" for weight in self.weights)
+
+    @functools.cached_property
+    def reduces_tables_apart(self) -> bool:
+        """Whether the two gradients of a tied embedding are reduced apart."""
+        return self.is_tied and any(
+            is_reduced_apart(self.layout, weight.axes, math.prod(weight.shape))
+            for weight in self.weights
+            if weight.role == "embedding"
+        )
 
     @functools.cached_property
     def chunks(self) -> int:

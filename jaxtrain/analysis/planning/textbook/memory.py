@@ -374,10 +374,11 @@ class _Step:
 
     @property
     def _waiting_table(self) -> dict[str, int]:
-        """The head's gradient of a tied embedding, which is live during the backward pass of the
-        layers: it is reduced over fsdp together with the gradient of the lookup."""
-        tied = Facts(self.config, self.layout).is_tied and self._gathers and self._ranks == 1
-        return {_TABLES: self._table_gradient * tied}
+        """The head's gradient of a small tied embedding, which is live during the backward pass of
+        the layers: it is reduced over fsdp together with the gradient of the lookup."""
+        facts = Facts(self.config, self.layout)
+        together = facts.is_tied and not facts.reduces_tables_apart
+        return {_TABLES: self._table_gradient * (together and self._gathers and self._ranks == 1)}
 
     def _logits(self) -> int:
         length = self.config.train.data.abstract_batch(1).inputs.shape[1]

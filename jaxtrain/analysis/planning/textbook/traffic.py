@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from jaxtrain.analysis.planning.textbook.activation_traffic import activation_traffic
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight, split_over
-from jaxtrain.models.model import passes_of
+from jaxtrain.models.model import passes_of, tokens_per_position
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.compression import BLOCK
 from jaxtrain.training.exchange.exchange import neighbours
@@ -181,6 +181,9 @@ class _Weight:
             size = size // rows * -(-rows // self.late)
             # The gradients of lookup and logits of a tied embedding are padded separately.
             times *= 1 + (self.is_tied and facts.size("pipe") == 1)
+        elif self.is_tied and facts.size("pipe") == 1:
+            heads = tokens_per_position(facts.config.train.model)
+            times *= 1 + facts.reduces_tables_apart * heads
         cause = f"gradients: {self.name}"
         scattered = [a for a in self.extra(self.scatters_to()) if a in axes and a != "pipe"]
         rest = [axis for axis in axes if axis not in scattered]
