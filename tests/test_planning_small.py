@@ -48,7 +48,7 @@ def test_a_small_plan_is_drawn_on_its_own_scale(small):
     legend = [text.get_text() for text in memory.get_legend().get_texts()]
     times = small.target.chip.hbm_bytes / small.total
     assert times > 5000
-    assert any(f"capacity 71.2 GiB: {times:,.0f} times as much" in text for text in legend)
+    assert any(f"capacity 74.4 GiB: {times:,.0f} times as much" in text for text in legend)
     assert time.get_ylabel() == "us, predicted"
     assert traffic.get_xlabel() == "MiB by one device"
     assert traffic.get_ylabel() == "mesh axis"

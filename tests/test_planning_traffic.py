@@ -425,7 +425,7 @@ def test_everything_that_moves_is_explained_and_the_textbooks(name):
 
 
 @needs_libtpu
-def test_the_two_gradients_of_a_large_tied_table_are_reduced_apart(monkeypatch):
+def test_the_two_gradients_of_a_large_tied_table_are_reduced_separately(monkeypatch):
     config, forms = OWN["fsdp, tied, chunks"]
     monkeypatch.setattr(gathering, "LARGE_TABLE", 1)
     rows = audited(config, *compiled_step(config))

@@ -181,5 +181,5 @@ def test_a_run_that_repeats_a_part_of_its_layers_lies_between():
     assert all_.needed < found.needed < none.needed
     between = all_.needed + (1 - some) * (none.needed - all_.needed)
     assert found.needed == pytest.approx(between, abs=2)
-    assert found.most == pytest.approx(0.94 / 0.9 * found.room)
+    assert found.most == found.room  # 0.94 of 80 GB
     assert found.needed / GIB > 30  # an activation of 40 layers of 8,192 tokens

@@ -22,8 +22,8 @@ from jaxtrain.parallel.sharding import Layout, current_layout, is_variable, logi
 GATHERED = "gathered"
 HOST = jax.memory.Space.Host
 
-# Elements of a device's part of a tied table from which on its two gradients are reduced apart:
-# 256 MiB in float32.
+# Elements of a gathered tied table on a device from which on its gradient as output matrix is
+# reduced separately: 256 MiB in float32.
 LARGE_TABLE = 2**26
 
 # Dimensions of an array, each group to become one dimension.
@@ -97,15 +97,17 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
     return _with_padded_vocabulary(gathered, axes, layout)
 
 
-def is_reduced_apart(layout: Layout, axes: tuple[str, ...], size: int) -> bool:
-    """Whether the gradients of a tied table as embedding and as output matrix are reduced apart.
+def is_reduced_first(layout: Layout, axes: tuple[str, ...], size: int) -> bool:
+    """Whether a tied table's gradient as output matrix is reduced separately, before the layers'.
 
     Args:
       layout: of the step.
       axes: logical axes of the table.
       size: its number of elements.
     """
-    gathers = layout.splits_parameters and layout.mesh.shape["fsdp"] > 1
+    sizes = layout.mesh.shape
+    # In a pipeline its last stage has the logits, and its first the lookup.
+    gathers = layout.splits_parameters and sizes["fsdp"] > 1 and sizes["pipe"] == 1
     own = size // math.prod(layout.size(part) for part in layout.weight(axes))
     return gathers and own >= LARGE_TABLE
 
@@ -121,7 +123,7 @@ def reduce_first(x: jax.Array, table: nnx.Param) -> tuple[jax.Array, nnx.Param]:
     layout, value = current_layout(), table.get_value()
     if layout is None or isinstance(value, GradientSlice):
         return x, table
-    if not is_reduced_apart(layout, logical_axes(table), value.size):
+    if not is_reduced_first(layout, logical_axes(table), value.size):
         return x, table
 
     @jax.custom_vjp

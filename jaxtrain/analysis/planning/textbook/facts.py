@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.textbook.steady import crossings
 from jaxtrain.models.model import Model, TokenModel, reads_tokens, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.parallel.gathering import is_reduced_apart
+from jaxtrain.parallel.gathering import is_reduced_first
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
 from jaxtrain.training.finetune.finetune import router_biases, tuning_of
 from jaxtrain.training.layouts import rows_held
@@ -234,10 +234,10 @@ class Facts:
         return all(weight.role != "output" for weight in self.weights)
 
     @functools.cached_property
-    def reduces_tables_apart(self) -> bool:
-        """Whether the two gradients of a tied embedding are reduced apart."""
+    def reduces_head_first(self) -> bool:
+        """Whether the gradient of a tied embedding as output matrix is reduced separately."""
         return self.is_tied and any(
-            is_reduced_apart(self.layout, weight.axes, math.prod(weight.shape))
+            is_reduced_first(self.layout, weight.axes, math.prod(weight.shape))
             for weight in self.weights
             if weight.role == "embedding"
         )

@@ -377,7 +377,7 @@ class _Step:
         """The head's gradient of a small tied embedding, which is live during the backward pass of
         the layers: it is reduced over fsdp together with the gradient of the lookup."""
         facts = Facts(self.config, self.layout)
-        together = facts.is_tied and not facts.reduces_tables_apart
+        together = facts.is_tied and not facts.reduces_head_first
         return {_TABLES: self._table_gradient * (together and self._gathers and self._ranks == 1)}
 
     def _logits(self) -> int:

@@ -183,7 +183,7 @@ class _Weight:
             times *= 1 + (self.is_tied and facts.size("pipe") == 1)
         elif self.is_tied and facts.size("pipe") == 1:
             heads = tokens_per_position(facts.config.train.model)
-            times *= 1 + facts.reduces_tables_apart * heads
+            times *= 1 + facts.reduces_head_first * heads
         cause = f"gradients: {self.name}"
         scattered = [a for a in self.extra(self.scatters_to()) if a in axes and a != "pipe"]
         rest = [axis for axis in axes if axis not in scattered]
