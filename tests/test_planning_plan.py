@@ -179,23 +179,28 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
 
 
 @pytest.mark.parametrize(
-    ("target", "temporaries", "verdict"),
+    ("target", "temporaries", "live", "verdict"),
     [
-        ("h100:1x4", 2**40, "compiles, but would run out of memory"),
-        ("h100:1x4", 2**20, "fits"),
-        ("v5e:2x2", 2**40, "fits"),  # its compiler would have rejected it
+        ("h100:1x4", 2**40, None, "compiles, but would run out of memory: 1.0 TiB of 74.4 GiB"),
+        ("h100:1x4", 2**20, None, "fits: 2.0 MiB of 74.4 GiB"),
+        # Its compiler would have rejected it.
+        ("v5e:2x2", 2**40, 2**30, "fits: 1.0 GiB live of 15.8 GiB"),
+        ("v5e:2x2", 2**30, 2**20, "fits: 1.0 GiB of 15.8 GiB"),
     ],
 )
-def test_a_program_that_compiles_is_never_said_not_to_fit(llama_file, target, temporaries, verdict):
+def test_a_program_that_compiles_is_never_said_not_to_fit(
+    llama_file, target, temporaries, live, verdict
+):
     config = load_config(llama_file, ["Attention.kernel='auto'"])
     estimate = plan(config, target=target, compile=False)
     compiled = Compiled(
-        argument_bytes=2**20, temp_bytes=temporaries, live_bytes=None, unaliased_bytes=0,
+        argument_bytes=2**20, temp_bytes=temporaries, live_bytes=live, unaliased_bytes=0,
         host_bytes=0, error=None, text="", warnings=(), seconds=1.0,
     )  # fmt: skip
     report = dataclasses.replace(estimate, compiled=compiled)
-    assert report.verdict == verdict
-    assert f"{verdict.upper()}: " in report.table()
+    words, needs = verdict.split(": ")
+    assert report.verdict == words
+    assert f"{words.upper()}: {needs} a device" in report.table()
     assert ("XLA for GPUs does not reject" in report.table()) == (not report.fits)
 
 

@@ -50,6 +50,10 @@ def _head(console: Console, plan: "Plan") -> None:
         print_lines(console, f"Memory: {human_bytes(plan.total)} a device")
         return
     needs = f"{human_bytes(plan.total)} of {human_bytes(chip.hbm_bytes)} a device"
+    if plan.fits and plan.total > chip.hbm_bytes and plan.compiled and plan.compiled.live_bytes:
+        # What a TPU's compiler reserves beyond the memory, it reserves where there is room.
+        live = human_bytes(plan.arguments + plan.compiled.live_bytes)
+        needs = f"{live} live of {human_bytes(chip.hbm_bytes)} a device"
     print_lines(console, f"{plan.verdict.upper()}: {needs}")
     if plan.compiled is not None and plan.compiled.error:
         print_lines(console, f"The compiler says: {plan.compiled.error}")

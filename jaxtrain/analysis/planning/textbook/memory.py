@@ -467,9 +467,11 @@ class _Step:
 
     @property
     def _gathered_layer(self) -> int:
-        """Bytes of one layer's gathered weights, and of the next layer's."""
+        """Bytes of one layer's gathered weights, and of the next layer's. A TPU's compiler gathers
+        each weight for its matmul: with the next one's no more than a layer's."""
         held = elements(self._state, self.layout, "weight", "weights", layers=True)
-        return 2 * (self._compute * held // self._model.layers) * self._gathers
+        layers = 1 if self.platform == "tpu" else 2
+        return layers * (self._compute * held // self._model.layers) * self._gathers
 
     def _scores(self) -> int:
         """Return the bytes of one layer's attention scores in its backward pass, if the kernel
