@@ -8,6 +8,7 @@ rows of zeros when gathered: what is stored, saved and exported has the model's 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -116,9 +117,9 @@ def reduce_first(x: jax.Array, table: nnx.Param) -> tuple[jax.Array, nnx.Param]:
     """Return an activation and a tied table for the logits; the table's gradient is reduced first.
 
     XLA would add the gradient of the lookup to it and reduce both at once (reduce-scatter
-    reassociation), or reduce it last: whole, it waits during the backward pass of all layers. So
-    the gradient of the activation waits for its reduction. Small tables, and those that fsdp does
-    not split, are unchanged: half the bytes are sent.
+    reassociation), or reduce it last: unreduced, it would be live during the backward pass of all
+    layers. So the gradient of the activation waits for its reduction. Small tables, and those that
+    fsdp does not split, are unchanged: half the bytes are sent.
     """
     layout, value = current_layout(), table.get_value()
     if layout is None or isinstance(value, GradientSlice):
@@ -135,7 +136,8 @@ def reduce_first(x: jax.Array, table: nnx.Param) -> tuple[jax.Array, nnx.Param]:
 
     identity.defvjp(lambda *values: (values, None), backward)
     x, value = identity(x, value)
-    return x, table.replace(value)
+    replaced: Any = table.replace(value)
+    return x, replaced
 
 
 def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
