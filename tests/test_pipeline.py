@@ -233,7 +233,7 @@ def test_only_the_last_stage_computes_logits_and_only_the_first_looks_tokens_up(
     with program.setup.layout.active():
         jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), batch)
     found = list(_conditions_around(jaxpr.jaxpr, "dot_general", 72, 0))
-    # In the tick's choice of an action and in a condition on being the last stage.
+    # In the tick's switch over actions and in a condition on being the last stage.
     assert len(found) >= 3
     assert min(found) >= 2
     lookups = list(_conditions_around(jaxpr.jaxpr, "gather", 32, 0, operand=(72, 32)))
@@ -242,8 +242,7 @@ def test_only_the_last_stage_computes_logits_and_only_the_first_looks_tokens_up(
 
 
 def _conditions_around(jaxpr, primitive, size, depth, operand=None):
-    """For each operation of this kind with a dimension of this size: conditionals, and loops of
-    one turn or none, around it."""
+    """For each operation of this kind with a dimension of this size: conditionals around it."""
     for eqn in jaxpr.eqns:
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape")]
         sized = any(size in shape for shape in shapes) and (operand is None or operand in shapes)
@@ -253,7 +252,7 @@ def _conditions_around(jaxpr, primitive, size, depth, operand=None):
             for inner in value if isinstance(value, (tuple, list)) else [value]:
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    deeper = depth + (eqn.primitive.name in ("cond", "while"))
+                    deeper = depth + (eqn.primitive.name == "cond")
                     yield from _conditions_around(inner, primitive, size, deeper, operand)
 
 

@@ -19,7 +19,7 @@ from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
 from jaxtrain.training.pipeline.schedules import Stages
-from jaxtrain.training.pipeline.slots import Slots, buffer, by_rows, put, run_if, take, zeros
+from jaxtrain.training.pipeline.slots import Slots, buffer, by_rows, put, take, zeros
 from jaxtrain.training.pipeline.timetables import Work
 
 Edges = tuple[tuple[int, int], ...]
@@ -161,32 +161,28 @@ class Rank:
             row |= {name: numbers[index] for index, name in enumerate(names)}
         row |= {name: row[name] > 0 for name in ("enters", "last")}
         # Buffers are read in a branch and written after it: buffers that a branch returns unchanged
-        # are copied by XLA's compilers, with all slots in every tick. The sums of gradients are
-        # updated in loops of one turn or none instead.
-        own = {"sums": carry["sums"]}
+        # are copied by XLA's TPU compiler, with all slots in every tick.
+        own = {name: carry[name] for name in ("layers", "outer", "sums")}
         nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
-        index = row["together" if self._together else "action"]
 
         def branch(kind: Work, number: int) -> Callable[[Carry], tuple[Carry, Stream, Kept]]:
-            if kind == Work.FORWARD:
-                return lambda own: self._forward(self._passes[number], own, carry, row)
-            return lambda own: (own, nothing, self._store(carry))
-
-        def backward(kind: Work, number: int) -> Callable[[Any], Any]:
             of = self._passes[number]
+            if kind == Work.IDLE:
+                return lambda own: (own, nothing, self._store(carry))
+            if kind == Work.FORWARD:
+                return lambda own: self._forward(of, own, carry, row)
             if kind == Work.BACKWARD_WEIGHT:
-                return lambda done: (self._weight_gradients(of, done[0], carry, row), *done[1:])
-            return lambda done: self._backward(of, done[0], carry, row)
+                return lambda own: (
+                    self._weight_gradients(of, own, carry, row), nothing, self._store(carry),
+                )  # fmt: skip
+            return lambda own: self._backward(of, own, carry, row)
 
         with jax.named_scope("stage"):
-            branches = [branch(*action) for action in self._actions]
-            own, message, kept = jax.lax.switch(index, branches, own)
-            own = {**own, "layers": carry["layers"], "outer": carry["outer"]}
-            done = own, message, kept["stash"]
-            for number, (kind, of_pass) in enumerate(self._actions):
-                if kind not in (Work.IDLE, Work.FORWARD):
-                    done = run_if(index == number, backward(kind, of_pass), done)
-            own, message, kept["stash"] = done
+            own, message, kept = jax.lax.switch(
+                row["together" if self._together else "action"],
+                [branch(*action) for action in self._actions],
+                own,
+            )
         return {
             **own,
             **{name: self._put_away(carry, name, kept[name], row) for name in _KEPT},
@@ -230,7 +226,7 @@ class Rank:
 
     def _backward(
         self, of: "_Pass", own: Carry, carry: Carry, row: Row
-    ) -> tuple[Carry, Stream, list[list[jax.Array]]]:
+    ) -> tuple[Carry, Stream, Kept]:
         params, context = self._arguments(row, of.number)
         x = self._stage_input(of, carry, row, context)
         saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
@@ -292,7 +288,7 @@ class Rank:
             assert outputs is not None, "a stage that is computed again gives its sums"
             sums = _add_sums(sums, outputs[1])
         own = {**own, "outer": outer, "sums": sums}
-        return self._add(of, own, by_number, row), message, for_second["stash"]
+        return self._add(of, own, by_number, row), message, for_second
 
     def _weight_gradients(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> Carry:
         """Run the second half of a split backward pass."""

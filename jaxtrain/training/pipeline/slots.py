@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -243,22 +242,3 @@ def by_rows(values: Sequence[jax.Array]) -> list[jax.Array]:
         ]
 
     return on_each_device(on_one, (specs,), specs)(list(values))
-
-
-def run_if(runs: jax.Array, function: Callable[[Any], Any], value: Any) -> Any:
-    """Return `function(value)` if `runs`, else the value: `jax.lax.cond` that updates in place.
-
-    A loop of one turn or none: XLA's GPU compiler copies what the branches of a condition return,
-    but updates what a loop carries in place.
-
-    Args:
-      runs: bool scalar.
-      function: returns what it takes, updated.
-      value: a pytree of arrays.
-    """
-
-    def turn(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        return state[0] + 1, function(state[1])
-
-    begin = jnp.where(runs, 0, 1).astype(jnp.int32)
-    return jax.lax.while_loop(lambda state: state[0] < 1, turn, (begin, value))[1]

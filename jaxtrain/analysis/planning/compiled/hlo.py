@@ -154,8 +154,7 @@ class Module:
         """Return the trip count of a `while`; None if the text does not show it.
 
         The compiler annotates it if known. Otherwise the condition is `counter < constant`, and the
-        counter starts at 0, as in every `jax.lax.scan` and `fori_loop` from 0. A loop of one turn
-        or none (`training.pipeline.slots.run_if`) counts as taken, like a branch.
+        counter starts at 0, as in every `jax.lax.scan` and `fori_loop` from 0.
         """
         known = _TRIP_COUNT.search(loop.attributes)
         if known:

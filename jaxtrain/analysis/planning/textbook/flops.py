@@ -38,10 +38,9 @@ class Flops:
     """Floating-point operations of a program over all devices; a multiply-add is two.
 
     Attributes:
-      matmul: FLOPs of matmuls and convolutions, with the most expensive branch of each `cond`, and
-        one turn of each `while` that has one or none: an upper bound.
-      matmul_least: the same with the cheapest branches, and without those loops; equal to `matmul`
-        if all cost the same.
+      matmul: FLOPs of matmuls and convolutions, with the most expensive branch of each `cond`: an
+        upper bound.
+      matmul_least: the same with the cheapest branches; equal to `matmul` if all cost the same.
       chosen: the part of `matmul` in scopes selected by the caller's predicate.
       narrow: the part of `matmul` whose operands are all 8-bit, float8 or int8.
       elementwise: approximate FLOPs of everything else: one for each element that an arithmetic
@@ -172,20 +171,8 @@ def _equation(equation: JaxprEqn, outer: str, choose: Callable[[str], bool]) -> 
         sizes = parameters["mesh"].shape
         return inside.times(math.prod(sizes[axis] for axis in parameters["newly_manual_axes"]))
     if name == "while" and inside.total:
-        if _is_conditional(parameters):
-            return _dearest([inside, Flops()])
         return dataclasses.replace(inside, unknown_loops=(*inside.unknown_loops, scope or name))
     return inside if bodies else Flops(elementwise=_elementwise(equation))
-
-
-def _is_conditional(loop: dict[str, Any]) -> bool:
-    """Return whether a `while` has one turn or none: its condition is `counter < 1`, of a counter
-    that starts at 0 or 1 (`training.pipeline.slots.run_if`)."""
-    condition = loop["cond_jaxpr"].jaxpr.eqns
-    if [one.primitive.name for one in condition] != ["lt"]:
-        return False
-    counter, limit = condition[0].invars
-    return counter.aval.dtype == np.int32 and getattr(limit, "val", None) == 1
 
 
 def _jaxprs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
