@@ -1,6 +1,5 @@
 """The compatibility table: its rows, every pair of features, and combinations on one device."""
 
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,16 @@ from feature_examples import (
     BASE,
     DEVICES,
     EXAMPLES,
+    TOGETHER,
     Bindings,
     allowed_pairs,
     combinations,
     config_of,
     errors,
+    held,
     merge,
     pairs,
+    pairs_of,
     rejected,
 )
 
@@ -215,22 +217,14 @@ def assert_equals_one_device(*names: str) -> None:
 
 
 def test_every_allowed_pair_is_in_a_combination():
-    found = {frozenset(pair) for one in combinations() for pair in itertools.combinations(one, 2)}
-    assert found == allowed_pairs(), "run: python tests/feature_examples.py"
+    found = {pair for one in combinations() for pair in pairs_of(held(one))}
+    assert allowed_pairs() <= found, "run: python tests/feature_examples.py"
+    assert not any(errors(merge(*one) or {}) for one in combinations())
 
 
-@pytest.mark.slow  # as those below
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("noise", "sophia_g", "params_host"),
-        ("power_sgd", "expert", "mixtral_capacity"),
-    ],
-    ids=str,
-)
-def test_features_that_once_failed_together_equal_one_device(names):
-    assert not errors(merge(*names) or {})
-    assert_equals_one_device(*names)
+def test_what_once_failed_together_is_in_a_combination():
+    for names in TOGETHER:
+        assert any(set(names) <= held(one) for one in combinations()), names
 
 
 @pytest.mark.slow  # two programs of many features are compiled for each
