@@ -14,6 +14,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.parallel import gathering
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.setup import split_microbatches
 
@@ -104,6 +105,20 @@ def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     found = evaluate(make_step(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
     # The compiler says this where it gathers a whole array that nobody asked it to gather.
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
+    assert_equal(found, expected)
+
+
+def test_gradients_of_a_large_tied_table_equal_one_device(monkeypatch):
+    expected = one_device("gpt")
+
+    def barriers():
+        program = make_step(MODELS["gpt"], make_layout(**LAYOUTS["all"]))
+        return lower_step(program, BATCH).as_text().count("optimization_barrier")
+
+    small = barriers()
+    monkeypatch.setattr(gathering, "LARGE_TABLE", 1)
+    assert barriers() == small + 1
+    found = evaluate(make_step(MODELS["gpt"], make_layout(**LAYOUTS["all"])), BATCH)
     assert_equal(found, expected)
 
 

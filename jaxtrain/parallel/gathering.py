@@ -122,7 +122,8 @@ def reduce_first(x: jax.Array, table: nnx.Param) -> tuple[jax.Array, nnx.Param]:
     fsdp does not split, are unchanged: half the bytes are sent.
     """
     layout, value = current_layout(), table.get_value()
-    if layout is None or isinstance(value, GradientSlice):
+    # A quantized table has no gradient, and a `GradientSlice` is not reduced here.
+    if layout is None or not isinstance(value, jax.Array):
         return x, table
     if not is_reduced_first(layout, logical_axes(table), value.size):
         return x, table
