@@ -1,5 +1,6 @@
 """A run's second start compiles nothing and computes the same; XLA's options by platform."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from cluster import start_processes
 
+from jaxtrain.parallel import compilation
 from jaxtrain.parallel.chips import CHIPS
 from jaxtrain.parallel.compilation import options_of_run, with_known_options, xla_options
 
@@ -190,6 +192,20 @@ def test_options_that_the_compiler_does_not_have_are_named_and_left_out():
         )
     assert options_of_run("cpu", "cpu", 1000, told.append) == (ours, xla_options("cpu"))
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_backend_optimization_level=2"])
+def test_what_runs_once_is_compiled_soon_unless_the_environment_chose(flags, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    given = {"xla_gone": "1", "xla_backend_optimization_level": "1"}
+    monkeypatch.setattr(compilation, "_OF_ONE_RUN", {"cpu": given})
+    assert compilation.run_once(lambda x, y: x + y, "cpu", 2, 3, static_argnums=1) == 5
+    # A value of no sense is rejected, so the compiler is given the option.
+    monkeypatch.setitem(given, "xla_backend_optimization_level", "fast")
+    rejected = pytest.raises(jax.errors.JaxRuntimeError, match="optimization_level")
+    with contextlib.nullcontext() if flags else rejected:
+        assert compilation.run_once(lambda x, y: x + y, "cpu", 2, 3) == 5
+    assert compilation.run_once(lambda x, y: x + y, "gpu", 2, 3) == 5
 
 
 def test_a_tpu_s_tiles_are_larger_in_runs_that_are_worth_compiling_longer_for():

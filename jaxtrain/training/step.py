@@ -22,6 +22,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import to_master
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
+from jaxtrain.parallel.compilation import run_once
+from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
 from jaxtrain.training.finetune.tuning import Tuning, partition
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, select
@@ -158,10 +160,12 @@ class Step(NamedTuple):
         shapes = self.in_memory(self.shapes())
         out = self.shardings(shapes)
         _require_possible_size(shapes, out)
-        made = jax.jit(init, out_shardings=out, donate_argnums=1)
+        platform = platform_of(self.setup.layout.mesh)
+        how = {"out_shardings": out, "donate_argnums": 1}
         # Traced without an ambient mesh: XLA then shards the random number generation itself.
         with contextlib.nullcontext() if params is None else self.setup.layout.active():
-            return self.attach_files(made(jax.random.key(seed), params))
+            made = run_once(init, platform, jax.random.key(seed), params, **how)
+            return self.attach_files(made)
 
 
 Build = Callable[[Setup], Step]
