@@ -100,7 +100,13 @@ def _count_commits() -> int:
 
 def _row_of(item: pytest.Item) -> tuple[str, str]:
     """The file and the function of a test, by which its duration is recorded."""
-    return item.path.name, item.nodeid.partition("::")[2].partition("[")[0]
+    return item.path.name, _name_of(item.nodeid, rotated=bool(item.get_closest_marker("rotated")))
+
+
+def _name_of(nodeid: str, *, rotated: bool) -> str:
+    """Each case of a rotated test has a record of its own: they take minutes, others seconds."""
+    name = nodeid.partition("::")[2]
+    return name if rotated else name.partition("[")[0]
 
 
 class _Compiles:
@@ -122,7 +128,7 @@ class _Compiles:
 
 
 def read_durations(path: Path = DURATIONS) -> dict[tuple[str, str], float]:
-    """Return (file, test function) -> recorded seconds of one of its cases, on average."""
+    """Return (file, test function or rotated test) -> recorded seconds of a case, on average."""
     with path.open() as file:
         return {
             (row["file"], row["test"]): float(row["seconds"]) / max(1, int(row["tests"]))
@@ -180,9 +186,10 @@ class _Reports:
             found["skipped"] += 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        path, _, name = report.nodeid.partition("::")
-        found = self.files.setdefault(Path(path).name, Counter())
-        test = self.tests.setdefault((Path(path).name, name.partition("[")[0]), Counter())
+        file = Path(report.nodeid.partition("::")[0]).name
+        found = self.files.setdefault(file, Counter())
+        name = _name_of(report.nodeid, rotated="rotated" in report.keywords)
+        test = self.tests.setdefault((file, name), Counter())
         compiles = dict(report.user_properties).get("compiles", 0)
         for counter in (found, test):
             counter["seconds"] += report.duration

@@ -125,5 +125,7 @@ def test_of_a_rotated_group_one_test_runs_and_is_named(run_suite):
     named = printed.partition("run in turn")[2]
     assert "test_in_turn[1]" in named
     assert named.count("test_in_turn") == 1
-    _, printed, _ = run_suite("test_little.py::test_in_turn")
+    _, printed, report = run_suite("test_little.py::test_in_turn")
     assert "1 failed, 2 passed" in printed
+    # Each has a record of its own, by which `--until` starts it or not.
+    assert {test["test"] for test in report["tests"]} == {f"test_in_turn[{n}]" for n in range(3)}
