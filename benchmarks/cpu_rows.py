@@ -327,7 +327,9 @@ def vgg11(pixels: int, batch: int, width: int = 64, norm: str | None = None) -> 
     """VGG-11, with or without batch norms."""
     return image_classifier(
         f"VGG-11{' with batch norms' if norm else ''}", "vgg11_mnist5k", "torch_images.make_vgg11",
-        (*_VGG, f"VGG.width = {width}", f"VGG.norm = {norm!r}"), pixels, batch, **_SGD,
+        (*_VGG, f"VGG.width = {width}", f"VGG.norm = {norm!r}"), pixels, batch,
+        # Without norms inductor's rounding alone is 1.3e-4 from eager's after eight steps of 1e-4.
+        **{**_SGD, "learning_rate": 1e-4 if norm else 1e-5},
     )  # fmt: skip
 
 

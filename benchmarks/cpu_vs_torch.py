@@ -240,21 +240,27 @@ def main() -> None:
     written = side_by_side.circumstances(
         ["jax", "jaxlib", "flax", "torch", "transformers", "numpy"]
     )
-    written["results"] = []
+    written["results"], failed = [], {}
     for name in options.rows:
-        result = compare(
-            name,
-            rounds=options.rounds,
-            round_seconds=options.round_seconds,
-            peers=options.peers,
-            variants=options.also,
-        )
+        try:
+            result = compare(
+                name,
+                rounds=options.rounds,
+                round_seconds=options.round_seconds,
+                peers=options.peers,
+                variants=options.also,
+            )
+        except SystemExit as error:  # losses apart, or a side that ended: the other rows go on
+            failed[name] = str(error)
+            continue
         written["results"].append(result)
         # After every row: a run that is stopped keeps what it has.
         options.json.write_text(json.dumps(written, indent=1))
     console = Console(width=140)
     console.print(table(written["results"]))
     console.print({k: v for k, v in written.items() if k != "results"})
+    if failed:
+        raise SystemExit("\n".join(f"{name}: {error}" for name, error in failed.items()))
 
 
 if __name__ == "__main__":

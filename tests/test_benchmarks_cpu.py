@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is the peer of these rows")
 pytest.importorskip("transformers", reason="transformers has some of the peers")
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cpu_rows, side_by_side  # noqa: E402 - after the path
+from benchmarks import cpu_rows, cpu_vs_torch, side_by_side  # noqa: E402 - after the path
 from benchmarks.cpu_rows import ROWS, Row  # noqa: E402
 from benchmarks.cpu_vs_torch import ours, theirs  # noqa: E402
 from benchmarks.side_by_side import Runner, assert_equal_mathematics  # noqa: E402
@@ -124,6 +125,26 @@ def test_another_optimizer_is_noticed(changes: dict[str, float], folders) -> Non
     other = losses(theirs(dataclasses.replace(TINY["mlp"], **changes), str(folder)))
     with pytest.raises(SystemExit, match="apart"):
         assert_equal_mathematics({"jaxtrain": own, "torch": other}, TINY["mlp"].tolerance)
+
+
+def test_a_row_whose_losses_differ_leaves_the_others(tmp_path, monkeypatch, capsys) -> None:
+    side = {"step_ms": {"median": 2.5, "p10": 2.0, "p90": 3.0}, "images_per_second": 1.0,
+            "cpu_ms": 4.0, "peak_mib": 5.0, "first_step_seconds": 6.0}  # fmt: skip
+
+    def compare(name: str, **how: object) -> dict:
+        if name == "mlp":
+            assert_equal_mathematics({"jaxtrain": [1.0], "torch eager": [2.0]}, 1e-4)
+        return {"row": ROWS[name].title, "sides": {"jaxtrain": side}}
+
+    monkeypatch.setattr(cpu_vs_torch, "compare", compare)
+    file, rows = tmp_path / "found.json", ["rnn", "mlp", "lenet"]
+    monkeypatch.setattr(sys, "argv", ["cpu_vs_torch", "--json", str(file), "--rows", *rows])
+    with pytest.raises(SystemExit, match="^mlp: the losses are 1.0e[+]00 apart"):
+        cpu_vs_torch.main()
+    titles = [ROWS[name].title for name in ("rnn", "lenet")]
+    assert [one["row"] for one in json.loads(file.read_text())["results"]] == titles
+    printed = capsys.readouterr().out
+    assert [printed.count(ROWS[name].title) for name in rows] == [1, 0, 1]
 
 
 def test_every_peer_is_compared_here() -> None:
