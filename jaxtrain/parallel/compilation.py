@@ -172,12 +172,9 @@ def run_once(
       arguments: of the function.
       how: arguments of `jax.jit`.
     """
-
-    def call(options: dict[str, str]) -> _Result:
-        return jax.jit(function, compiler_options=options, **how)(*arguments)
-
     options = _not_in_environment(_OF_ONE_RUN.get(platform, {}))
-    return with_known_options(options, call, lambda line: None)
+    known = with_known_options(options, _compile_nothing, lambda line: None)
+    return jax.jit(function, compiler_options=known, **how)(*arguments)
 
 
 def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]:
@@ -206,15 +203,15 @@ def options_of_run(
     platform: str, kind: str, steps: int, report: Callable[[str], object]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the `xla_options` of train step and evaluation that this version's compiler has."""
-
-    def compile_with(options: dict[str, str]) -> dict[str, str]:
-        if options:
-            jax.jit(lambda: 0, compiler_options=options).lower().compile()
-        return options
-
-    of_steps = with_known_options(xla_options(platform, steps, kind), compile_with, report)
+    of_steps = with_known_options(xla_options(platform, steps, kind), _compile_nothing, report)
     options = xla_options(platform, kind=kind)
     return of_steps, {name: value for name, value in options.items() if name in of_steps}
+
+
+def _compile_nothing(options: dict[str, str]) -> dict[str, str]:
+    if options:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    return options
 
 
 def with_known_options(
