@@ -227,7 +227,11 @@ def bert(vocab_size: int, layers: int, dim: int, heads: int, length: int, batch:
     return Row(
         title=f"BERT {layers} layers x {dim}, T {length}, batch {batch}",
         config="bert_tiny", peer="torch_published.BERT", published=True,
-        bindings=(*bind("BERT", sizes), *_text(vocab_size - 1, batch, length)),
+        bindings=(
+            *bind("BERT", sizes), *_text(vocab_size - 1, batch, length),
+            # All logits are 65 MB, which glibc maps anew at every step.
+            f"Loss.chunk_size = {length // 2}",
+        ),
         batches=functools.partial(_masked_tokens, vocab_size, batch, length),
         unit="tokens", units=batch * length,
     )  # fmt: skip
