@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in resting]
     recorded, seconds = read_durations(), Counter()
     for item in items:
-        seconds[item.path] += recorded.get(_row_of(item), 1.0)
+        seconds[item.path] += _recorded_seconds(item, recorded, 1.0)
     files = sorted(seconds, key=lambda file: -seconds[file])
     if files:
         start = config.option.first % len(files)
@@ -98,15 +98,13 @@ def _count_commits() -> int:
     return int(done.stdout) if done.returncode == 0 else time.localtime().tm_yday
 
 
-def _row_of(item: pytest.Item) -> tuple[str, str]:
-    """The file and the function of a test, by which its duration is recorded."""
-    return item.path.name, _name_of(item.nodeid, rotated=bool(item.get_closest_marker("rotated")))
-
-
-def _name_of(nodeid: str, *, rotated: bool) -> str:
-    """Each case of a rotated test has a record of its own: they take minutes, others seconds."""
-    name = nodeid.partition("::")[2]
-    return name if rotated else name.partition("[")[0]
+def _recorded_seconds(
+    item: pytest.Item, recorded: dict[tuple[str, str], float], otherwise: float
+) -> float:
+    """Return the seconds recorded of a test itself, or else of a case of its function."""
+    file, name = item.path.name, item.nodeid.partition("::")[2]
+    of_function = recorded.get((file, name.partition("[")[0]), otherwise)
+    return recorded.get((file, name), of_function)
 
 
 class _Compiles:
@@ -145,7 +143,7 @@ class _Until:
 
     def _expect(self, item: pytest.Item) -> float:
         # A test without a record is new: a minute is as long as most take.
-        return self.recorded.get(_row_of(item), 60.0)
+        return _recorded_seconds(item, self.recorded, 60.0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
@@ -188,7 +186,9 @@ class _Reports:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = Path(report.nodeid.partition("::")[0]).name
         found = self.files.setdefault(file, Counter())
-        name = _name_of(report.nodeid, rotated="rotated" in report.keywords)
+        name = report.nodeid.partition("::")[2]
+        if "rotated" not in report.keywords:  # which take minutes: each has a record of its own
+            name = name.partition("[")[0]
         test = self.tests.setdefault((file, name), Counter())
         compiles = dict(report.user_properties).get("compiles", 0)
         for counter in (found, test):
