@@ -208,6 +208,16 @@ def test_a_fixed_scale_gives_the_gradients_and_loss_of_none():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), scaled, plain)
 
 
+def test_a_state_s_scale_is_unused_without_loss_scaling():
+    """As where a run in float16 goes on in float32."""
+    program = make_step(GPT_MODEL, make_layout())
+    with program.setup.layout.active():
+        state, step = program.create(0), jax.jit(program.setup.gradients)
+        plain = step(state, TEXT)[:2]
+        scaled = step(state.replace(loss_scale=jnp.array([1000.0, 3.0])), TEXT)[:2]
+    jax.tree.map(np.testing.assert_array_equal, scaled, plain)
+
+
 def test_scaled_float16_gradients_are_near_those_of_float32():
     expected, _ = gradients(Precision(compute="float32"))
     half, _ = gradients(Precision(compute="float16", loss_scale=1024.0))

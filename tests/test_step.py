@@ -10,12 +10,16 @@ import pytest
 from conftest import lower_step, make_layout, make_step, text_batch
 from parity import TOLERANCE, assert_equal, evaluate
 
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.convolutional.lenet import LeNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel import gathering
 from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.setup import split_microbatches
 
 MODELS = {
@@ -207,3 +211,22 @@ def test_zero3_holds_one_gathered_layer_at_a_time(remat):
     # A layer adds what it saves and its gradient's shard, far from its whole weights.
     assert growth < saved + 2 * layer_weights / 8
     assert saved + 2 * layer_weights / 8 < layer_weights
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_one_cpu_updates_parameters_where_they_are(clip_norm):
+    """XLA for CPUs copies a parameter first if another's gradient may read it during its update."""
+    schedule = make_schedule(Schedule(name="constant"), 1e-2, 100)
+    rule = make_optimizer(Optimizer(learning_rate=1e-2, clip_norm=clip_norm), schedule)
+    images = Batch(
+        inputs=np.ones((4, 28, 28, 1), np.float32),
+        targets=np.zeros(4, np.int32),
+        loss_mask=np.ones(4, np.float32),
+    )
+    program = make_step(LeNet(), make_layout(), optimizer=rule)
+    entry = lower_step(program, images).compile().as_text().partition("\nENTRY")[2]
+    parameters = dict(re.findall(r"%?(\S+) = (f32\[[\d,]+\])\S* parameter", entry))
+    assert "f32[400,120]" in parameters.values()
+    copied = set(re.findall(r" copy\(%?([\w.]+)\)", entry)) & parameters.keys()
+    large = {parameters[name] for name in copied if "," in parameters[name]}
+    assert not large

@@ -307,7 +307,8 @@ class Setup:
         batch = with_row_ids(batch) if self.objective.draws or self.tuning.draws else batch
         # Loss scaling, and division by the counts. These are known before the first microbatch, so
         # each contributes its share of the MEAN gradient: no sum exceeds the range of 16 bits.
-        scale = state.loss_scale[0]
+        scaled = self.precision.loss_scale is not None
+        scale = state.loss_scale[0] if scaled else 1.0
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
         weights = to_compute(state.weights, self.precision.compute)
         arguments = state.statistics, scales, state.step
@@ -318,7 +319,9 @@ class Setup:
             whole = reshard(weights, layout.parameter, layout)
             with layout.current():
                 grads, sums, statistics = self._of_batch(layout, batch, whole, *arguments)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if scaled:  # a CPU writes what it divided to memory
+            grads = jax.tree.map(lambda g: g / scale, grads)
         grads = self.unfreezing.mask_gradients(grads, state.step, self.layer_order)
         return grads, self.objective.means(sums, counts), statistics
 
