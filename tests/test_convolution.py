@@ -32,33 +32,36 @@ def expected(x, kernel, stride):
     ("images", "size", "stride", "tile_bytes", "in_tile"),
     [
         (8, 3, 1, module._TILE_BYTES, 8),
-        (8, 3, 1, 4 * 9 * 90 * 8 * 4, 4),
-        (6, 5, 1, 4 * 25 * 90 * 8 * 5, 3),  # of 6 images tiles of 3, not 5
-        (7, 3, 1, 4 * 9 * 90 * 8 * 6, 1),
-        (8, 3, 1, 4 * 9 * 90 * 8 - 1, 0),  # not one image fits
-        (8, 1, 1, FAR, 0),
-        (8, 3, 2, FAR, 8),  # strided: JAX's own, whatever fits
+        (8, 3, 1, 4 * 9 * 90 * 40 * 4, 4),
+        (6, 5, 1, 4 * 25 * 90 * 40 * 5, 3),  # of 6 images tiles of 3, not 5
+        (7, 3, 1, 4 * 9 * 90 * 40 * 6, 1),
+        (8, 3, 1, 4 * 9 * 90 * 40 - 1, 0),  # not one image fits
+        (8, 1, 1, FAR, 0),  # a matmul already
+        (8, 1, 2, 4 * 25 * 40 * 4, 4),
+        (8, 3, 2, 4 * 9 * 25 * 40 * 8, 8),
+        (8, 3, 2, 4 * 9 * 25 * 40 * 8 - 1, 4),
+        (8, 5, 3, FAR, 8),
     ],
 )
 def test_values_and_gradients_equal_jax(monkeypatch, images, size, stride, tile_bytes, in_tile):
     monkeypatch.setattr(module, "_TILE_BYTES", tile_bytes)
-    x, kernel = inputs(images, size)
-    assert module._images_of_a_tile(x, kernel) == in_tile
-    tiled = in_tile > 0 and stride == 1
+    x, kernel = inputs(images, size, channels=40)
+    assert module._images_of_a_tile(x, kernel, stride, size // 2) == in_tile
     run = jax.vjp(lambda x, kernel: convolution(x, kernel, stride), x, kernel)
     plain = jax.vjp(lambda x, kernel: expected(x, kernel, stride), x, kernel)
     np.testing.assert_array_equal(run[0], plain[0])
     gradient = np.random.default_rng(1).normal(size=run[0].shape).astype(np.float32)
-    assert ("scan" in str(jax.make_jaxpr(run[1])(gradient))) == tiled
+    assert ("scan" in str(jax.make_jaxpr(run[1])(gradient))) == (in_tile > 0)
     for ours, theirs in zip(run[1](gradient), plain[1](gradient), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-6 * np.linalg.norm(theirs)
 
 
-def test_no_activation_is_turned_for_the_kernel_s_gradient():
-    x, kernel = inputs(16, channels=16)
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
+def test_no_activation_is_turned_for_the_kernel_s_gradient(size, stride):
+    x, kernel = inputs(16, size, channels=40)
 
     def turned(convolve):
-        step = jax.jit(jax.grad(lambda x, kernel: (convolve(x, kernel, 1) ** 2).sum(), (0, 1)))
+        step = jax.jit(jax.grad(lambda *a: (convolve(*a, stride) ** 2).sum(), (0, 1)))
         text = step.lower(x, kernel).compile().as_text()
         copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
         return [shape for shape in copies if np.prod([int(n) for n in shape.split(",")]) >= x.size]
@@ -69,7 +72,52 @@ def test_no_activation_is_turned_for_the_kernel_s_gradient():
 
 def test_other_precisions_are_jax_s_own():
     x, kernel = inputs(8, dtype=jax.numpy.bfloat16)
-    assert module._images_of_a_tile(x, kernel) == 0
+    assert module._images_of_a_tile(x, kernel, 1, 1) == 0
+    assert module._columns_folded(x, kernel, 1) == 1
+
+
+# -- few channels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "padding", "channels", "out", "columns"),
+    [
+        (32, 5, 0, 3, 6, 4),  # LeNet's
+        (14, 5, 0, 6, 16, 2),
+        (28, 5, 2, 1, 6, 4),
+        (9, 3, 1, 3, 16, 4),  # columns and channels that are left over
+        (11, 4, 3, 2, 5, 4),
+        (7, 3, 0, 1, 1, 4),
+        (10, 3, 1, 3, 64, 2),
+        (10, 3, 1, 16, 16, 1),
+    ],
+)
+def test_columns_are_folded_and_equal_torch(width, size, padding, channels, out, columns):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, width + 1, width, channels)).astype(np.float32)
+    kernel = rng.normal(size=(size, size, channels, out)).astype(np.float32)
+    images = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+    weight = torch.tensor(kernel.transpose(3, 2, 0, 1), requires_grad=True)
+    theirs = torch.nn.functional.conv2d(images, weight, padding=padding)
+    gradient = rng.normal(size=theirs.shape).astype(np.float32)
+    theirs.backward(torch.tensor(gradient))
+
+    def run(x, kernel):
+        return convolution(x, kernel, 1, padding)
+
+    groups = -(-theirs.shape[3] // columns)
+    folded = f"f32[3,{theirs.shape[2]},{groups},{columns * out}] = conv_general_dilated"
+    assert folded in str(jax.make_jaxpr(run)(x, kernel))
+    y, pull = jax.vjp(run, x, kernel)
+    ours = [y, *pull(gradient.transpose(0, 2, 3, 1))]
+    expected = theirs.detach(), images.grad, weight.grad
+    for mine, other, axes in zip(ours, expected, [(0, 2, 3, 1)] * 2 + [(2, 3, 1, 0)], strict=True):
+        other = other.numpy().transpose(axes)
+        assert np.linalg.norm(mine - other) <= 2e-6 * np.linalg.norm(other)
+
+
+# -- pooling ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(8, 8), (9, 7), (1, 2)])
@@ -159,11 +207,12 @@ def test_all_else_is_xla_s_convolution(shape, size, dtype):
     assert "conv_general_dilated" in str(jax.make_jaxpr(lambda *a: convolution(*a, 1))(x, kernel))
 
 
-def test_small_images_are_convolved_on_a_tpu():
-    """Its program is what it was: the choice is by the device that a program is for."""
+@pytest.mark.parametrize("side", [2, 9])
+def test_a_tpu_s_convolutions_are_xla_s(side):
+    """The form is chosen by the device that a program is for."""
     devices = target_devices(parse_target("v5e:2x2"))
     mesh = jax.sharding.Mesh(np.array(devices[:1]), "x")
     x, kernel = inputs(2)
     with jax.sharding.set_mesh(mesh):
-        traced = jax.jit(lambda *a: convolution(*a, 1)).trace(x[:, :2, :2], kernel)
-    assert "conv_general_dilated" in str(traced.jaxpr)
+        traced = jax.jit(lambda *a: convolution(*a, 1)).trace(x[:, :side, :side], kernel)
+    assert f"f32[2,{side},{side},6] = conv_general_dilated" in str(traced.jaxpr)

@@ -40,9 +40,9 @@ def convolution(
         padding = kernel.shape[0] // 2
     if _is_small(x_BHWC, kernel):
         return _multiply_patches(x_BHWC, kernel, stride, padding)
-    same = stride == 1 and padding == kernel.shape[0] // 2
-    if same and _images_of_a_tile(x_BHWC, kernel):
-        return _with_tiles(x_BHWC, kernel)
+    folded = _columns_folded(x_BHWC, kernel, stride) > 1
+    if folded or _images_of_a_tile(x_BHWC, kernel, stride, padding):
+        return _convolve_on_cpu(x_BHWC, kernel, stride, padding)
     return _convolve(x_BHWC, kernel, stride, padding)
 
 
@@ -85,8 +85,14 @@ def _multiply_patches(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
     Its gradients, as JAX derives them, are two matmuls.
     """
     S, _, C, D = kernel.shape
-    B, *sides, _ = x_BHWC.shape
-    H, W = (pool_output_size(side, S, stride, padding) for side in sides)
+    patches_BHWP = _patches(x_BHWC, S, stride, padding)
+    product = patches_BHWP.reshape(-1, S * S * C) @ kernel.reshape(-1, D)
+    return product.reshape(*patches_BHWP.shape[:3], D)
+
+
+def _patches(x_BHWC: jax.Array, S: int, stride: int, padding: int) -> jax.Array:
+    """The pixels under a kernel at each of its positions, one after the other: [B, H, W, S S C]."""
+    H, W = (pool_output_size(side, S, stride, padding) for side in x_BHWC.shape[1:3])
     border = (padding, padding)
     padded = jnp.pad(x_BHWC, ((0, 0), border, border, (0, 0)))
     high, wide = stride * (H - 1) + 1, stride * (W - 1) + 1
@@ -94,63 +100,113 @@ def _multiply_patches(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
         padded[:, i : i + high : stride, j : j + wide : stride]
         for i, j in itertools.product(range(S), range(S))
     ]
-    patches_RP = jnp.concatenate(shifted, -1).reshape(-1, S * S * C)
-    return (patches_RP @ kernel.reshape(-1, D)).reshape(B, H, W, D)
+    return jnp.concatenate(shifted, -1)
 
 
-def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array) -> int:
-    """Images per tile of `_kernel_gradient`; 0 where JAX's own gradient is faster.
+def _columns_folded(x_BHWC: jax.Array, kernel: jax.Array, stride: int) -> int:
+    """Columns of an image that are convolved as one pixel; 1 where XLA's convolution is faster.
+
+    XLA's for CPUs is slow where pixels have few channels. Of 128 images of 32 x 32 x 3 and a kernel
+    of 5 x 5 x 3 x 6 it takes 17 ms, as 8 pixels of 12 channels to a row 3 ms; from 16 channels to
+    16 it is as fast as it is (benchmarks/history/cpu.md).
+    """
+    if x_BHWC.ndim != 4 or x_BHWC.dtype != jnp.float32 or kernel.shape[0] == 1 or stride > 1:
+        return 1
+    channels = kernel.shape[2] * kernel.shape[3]
+    columns = 4 if channels <= 64 else 2
+    return columns if channels <= 192 and _is_one_cpu() else 1
+
+
+def _fold_columns(x_BHWC: jax.Array, kernel: jax.Array, padding: int, columns: int) -> jax.Array:
+    """As `_convolve` with stride 1, on pixels that have the channels of several columns.
+
+    The kernel for them has the original once for each of the columns, among zeros.
+    """
+    S, _, C, D = kernel.shape
+    B, H, W, _ = x_BHWC.shape
+    width = -(-(columns - 1 + S) // columns)
+    placed = [
+        jnp.pad(kernel, ((0, 0), (i, width * columns - S - i), (0, 0), (0, 0)))
+        for i in range(columns)
+    ]
+    groups_out = -(-pool_output_size(W, S, 1, padding) // columns)
+    groups = groups_out + width - 1
+    edges = (padding, groups * columns - W - padding)
+    x_BHGC = jnp.pad(x_BHWC, ((0, 0), (0, 0), edges, (0, 0)))
+    y_BHGD = lax.conv_general_dilated(
+        x_BHGC.reshape(B, H, groups, columns * C),
+        jnp.stack(placed, 3).reshape(S, width, columns * C, columns * D),
+        (1, 1), [(padding, padding), (0, 0)], dimension_numbers=_ORDER[4],
+    )  # fmt: skip
+    y_BHWD = y_BHGD.reshape(B, y_BHGD.shape[1], groups_out * columns, D)
+    return y_BHWD[:, :, : pool_output_size(W, S, 1, padding)]
+
+
+def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int) -> int:
+    """Images per tile of `_sum_over_tiles`; 0 where JAX's own gradient is faster.
 
     XLA's for CPUs is a convolution over the batch, for which it transposes both activations so that
-    images come last: a quarter of a small ResNet's step.
+    images come last: a quarter of a small ResNet's step, and with a stride another sixth.
     """
-    if not _is_one_cpu():
+    if x_BHWC.ndim == 3 or x_BHWC.dtype != jnp.float32 or not _is_one_cpu():
         return 0
-    if x_BHWC.ndim == 3 or x_BHWC.dtype != jnp.float32:
+    S = kernel.shape[0]
+    if S % 2 == 0 or padding != S // 2 or S == stride == 1:
         return 0
-    if kernel.shape[0] == 1 or kernel.shape[0] % 2 == 0:
-        return 0
-    images, *sizes = x_BHWC.shape
-    patches = 4 * kernel.shape[0] ** 2 * sizes[0] * sizes[1] * sizes[2]
+    images, H, W, C = x_BHWC.shape
+    patches = 4 * S**2 * C * -(-H // stride) * -(-W // stride)
     fitting = [n for n in range(1, images + 1) if images % n == 0 and n * patches <= _TILE_BYTES]
     return max(fitting, default=0)
 
 
-@jax.custom_vjp
-def _with_tiles(x_BHWC: jax.Array, kernel: jax.Array) -> jax.Array:
-    """As `_convolve`; its kernel's gradient is summed over tiles of images."""
-    return _convolve(x_BHWC, kernel)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolve_on_cpu(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
+    """As `_convolve`: forward and the gradient of x with folded columns where that is faster, the
+    gradient of the kernel by tiles of images.
+    """
+    columns = _columns_folded(x_BHWC, kernel, stride)
+    if columns > 1:
+        return _fold_columns(x_BHWC, kernel, padding, columns)
+    return _convolve(x_BHWC, kernel, stride, padding)
 
 
-def _backward(kept: Kept, gradient_BHWD: jax.Array) -> Kept:
+def _forward(
+    x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int
+) -> tuple[jax.Array, Kept]:
+    return _convolve_on_cpu(x_BHWC, kernel, stride, padding), (x_BHWC, kernel)
+
+
+def _backward(stride: int, padding: int, kept: Kept, gradient_BHWD: jax.Array) -> Kept:
     x_BHWC, kernel = kept
-    of_x = jax.vjp(lambda x: _convolve(x, kernel), x_BHWC)[1](gradient_BHWD)[0]
-    return of_x, _kernel_gradient(x_BHWC, gradient_BHWD, kernel)
+    form = _convolve_on_cpu.fun
+    of_x = jax.vjp(lambda x: form(x, kernel, stride, padding), x_BHWC)[1](gradient_BHWD)[0]
+    if images := _images_of_a_tile(x_BHWC, kernel, stride, padding):
+        return of_x, _sum_over_tiles(images, x_BHWC, gradient_BHWD, kernel, stride)
+    convolve = functools.partial(_convolve, x_BHWC, stride=stride, padding=padding)
+    return of_x, jax.vjp(convolve, kernel)[1](gradient_BHWD)[0]
 
 
-def _kernel_gradient(x_BHWC: jax.Array, gradient_BHWD: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Patches of a tile times its gradient, one matmul per tile, without transposes."""
+_convolve_on_cpu.defvjp(_forward, _backward)
+
+
+def _sum_over_tiles(
+    images: int, x_BHWC: jax.Array, gradient_BHWD: jax.Array, kernel: jax.Array, stride: int
+) -> jax.Array:
+    """Gradient of the kernel: of each tile its patches times its gradient, without transposes."""
     S, _, C, D = kernel.shape
-    B, H, W, _ = x_BHWC.shape
-    tiles = B // _images_of_a_tile(x_BHWC, kernel)
-    border = (S // 2, S // 2)
+    tiles = len(x_BHWC) // images
 
     def add(total_DP: jax.Array, tile: Kept) -> tuple[jax.Array, None]:
         x, gradient = tile
-        padded = jnp.pad(x, ((0, 0), border, border, (0, 0)))
-        shifted = [padded[:, i : i + H, j : j + W] for i in range(S) for j in range(S)]
-        patches_RP = jnp.concatenate(shifted, -1).reshape(-1, S * S * C)
+        patches_RP = _patches(x, S, stride, S // 2).reshape(-1, S * S * C)
         return total_DP + gradient.reshape(-1, D).T @ patches_RP, None
 
     def split(a: jax.Array) -> jax.Array:
-        return a.reshape(tiles, B // tiles, *a.shape[1:])
+        return a.reshape(tiles, images, *a.shape[1:])
 
     zero = jnp.zeros((D, S * S * C), kernel.dtype)
     total_DP, _ = lax.scan(add, zero, (split(x_BHWC), split(gradient_BHWD)))
     return total_DP.T.reshape(kernel.shape)
-
-
-_with_tiles.defvjp(lambda x, kernel: (_convolve(x, kernel), (x, kernel)), _backward)
 
 
 # -- pooling -------------------------------------------------------------------------------------
