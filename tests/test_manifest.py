@@ -219,3 +219,16 @@ def test_a_second_seal_replaces_the_first_and_leaves_nothing_beside_it(tmp_path)
     assert found.files.keys() == {"a"}
     manifest.check(tmp_path, found, found.files)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "manifest.json"}
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (Exception("a chunk is missing\nand a long trace"), "a chunk is missing"),
+        (Exception(), "Exception"),
+    ],
+)
+def test_an_error_of_reading_is_told_by_its_first_line(tmp_path, error, detail):
+    with pytest.raises(CheckpointError) as told, manifest.Reading(tmp_path, 3):
+        raise error
+    assert str(told.value) == f"the checkpoint of step 3 in {tmp_path} cannot be read ({detail})"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.training.pipeline.engine import _of_all_ranks
 from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline, cut_layers
 from jaxtrain.training.pipeline.slots import sends, slots
 from jaxtrain.training.pipeline.timetables import (
@@ -429,3 +430,12 @@ def test_the_head_takes_layers_from_its_stage():
     assert cut_layers(13, 4, last_cost=3.0) == (4, 4, 4, 1)
     assert cut_layers(10, 4) == (2, 3, 3, 2)
     assert cut_layers(2, 2, last_cost=100.0) == (1, 1)
+
+
+def test_the_action_that_all_ranks_take_is_that_of_the_busy_ones():
+    """Where idle ranks compute too, since a ring of attention needs them."""
+    actions = np.array([[2, 0, 2], [0, 1, 1], [0, 0, 0]])
+    busy = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 0]]) > 0
+    np.testing.assert_array_equal(_of_all_ranks(actions, busy), [2, 1, 0])
+    with pytest.raises(AssertionError, match="ranks do two things"):
+        _of_all_ranks(actions, np.ones_like(busy))

@@ -1,5 +1,6 @@
 """Tensor parallelism in every layout equals one device, and holds and moves what the papers say."""
 
+import dataclasses
 import math
 
 import jax
@@ -17,12 +18,13 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.transformer.decoder import Decoder
+from jaxtrain.parallel import dividing
 from jaxtrain.parallel.axis_rules import factor_tensor
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout, shapes_of
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.settings import load_config
 
@@ -250,6 +252,19 @@ def test_weights_of_key_value_heads_are_whole_only_where_they_must_be():
     cube = Layout.of(grid("3d").mesh, GRIDS["3d"][0], num_kv_heads=1)
     assert cube.whole == {"kv_heads"}
     assert cube.parameter(axes) == jax.P(("tensor", "depth"), None, None)
+
+
+def test_a_vocabulary_that_does_not_divide_is_replicated_but_on_a_grid():
+    """Other sizes are left to the check that rejects them."""
+    uneven = dataclasses.replace(MODELS["llama"], vocab_size=66, mlp_dim=50)
+    shapes = shapes_of(uneven)
+    found = {one.axis for one in dividing.uneven(make_layout(tensor=4), shapes)}
+    assert found >= {"vocab", "mlp"}
+    assert dividing.replicate_uneven(make_layout(tensor=4), shapes).whole == {"vocab"}
+    assert dividing.replicate_uneven(make_layout(tensor=2), shapes).whole == frozenset()
+    vocabulary = dataclasses.replace(MODELS["llama"], vocab_size=65)
+    assert list(dividing.uneven(grid("2d"), shapes_of(vocabulary)))
+    assert dividing.replicate_uneven(grid("2d"), shapes_of(vocabulary)).whole == frozenset()
 
 
 def test_each_device_computes_the_one_key_value_head_that_it_needs():
