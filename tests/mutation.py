@@ -119,8 +119,8 @@ def module_of(file: Path) -> str:
 def tests_of(module: str, seconds: dict[str, float]) -> list[str]:
     """Return the test files nearest to a module.
 
-    First those that import it, then those named after its package, then those of its importers; of
-    each kind the quickest first.
+    First those that import it, then those named after its package, then those named after its
+    importers or importing them; of each kind the quickest first.
     """
     package = module.split(".")[-2]
     chosen: list[str] = []
@@ -130,6 +130,7 @@ def tests_of(module: str, seconds: dict[str, float]) -> list[str]:
         chosen.extend(sorted(files, key=lambda file: seconds.get(file, 60.0))[:most])
 
     choose(set(importers_of(module, "tests", "test_*.py")), TEST_FILES)
+    choose({*(ROOT / "tests").glob(f"test_{package}.py")}, 1)
     choose({*(ROOT / "tests").glob(f"test_*{package}*.py")}, TEST_FILES // 2)
     modules, seen = [module], {module}
     while modules and len(chosen) < TEST_FILES:
@@ -138,6 +139,8 @@ def tests_of(module: str, seconds: dict[str, float]) -> list[str]:
         }
         modules = sorted(above - seen)
         seen |= above
+        named = {ROOT / "tests" / f"test_{one.split('.')[-1]}.py" for one in modules}
+        choose({path for path in named if path.exists()}, 3)
         choose({path for one in modules for path in importers_of(one, "tests", "test_*.py")}, 3)
     return chosen[:TEST_FILES]
 

@@ -98,6 +98,7 @@ def test_a_run_resumes_from_its_local_checkpoint_bit_for_bit(run, undisturbed, m
     assert run.held() == [4, 6, 8]  # the oldest goes when the next is written
     trainer = run.start(monkeypatch)
     assert "Resumed from the local checkpoint of step 8 in" in run.printed
+    assert "which this run does not use" not in run.printed  # its own folder
     assert (bits(trainer), run.losses()) == undisturbed
     assert run.held() == []
     assert not (run.workdir / "checkpoints/local.json").exists()

@@ -453,6 +453,10 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_a_block_may_be_all_summaries() -> None:
+    assert FixedPattern(stride=16, summary_tokens=16).summary_tokens == 16
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
     bindings, sentence = REFUSED[name]
