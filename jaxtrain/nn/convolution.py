@@ -107,8 +107,8 @@ def _columns_folded(x_BHWC: jax.Array, kernel: jax.Array, stride: int) -> int:
     """Columns of an image that are convolved as one pixel; 1 where XLA's convolution is faster.
 
     XLA's for CPUs is slow where pixels have few channels. Of 128 images of 32 x 32 x 3 and a kernel
-    of 5 x 5 x 3 x 6 it takes 17 ms, as 8 pixels of 12 channels to a row 3 ms; from 16 channels to
-    16 it is as fast as it is (benchmarks/history/cpu.md).
+    of 5 x 5 x 3 x 6 it takes 17 ms, as rows of 8 pixels with 12 channels 3 ms; from 16 channels
+    to 16 folding gains nothing (benchmarks/history/cpu.md).
     """
     if x_BHWC.ndim != 4 or x_BHWC.dtype != jnp.float32 or kernel.shape[0] == 1 or stride > 1:
         return 1
