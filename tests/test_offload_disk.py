@@ -119,6 +119,20 @@ def test_a_folder_is_its_processs_own_and_goes_with_it(tmp_path):
     assert not folder.exists()
 
 
+def test_a_runs_end_leaves_the_folder_of_the_next_run_there(tmp_path):
+    """A closed trainer is collected later than its successor is made."""
+    first, second = Scratch(tmp_path), Scratch(tmp_path)
+    (first.folder / "old").touch()
+    assert second.folder == first.folder
+    assert not (second.folder / "old").exists()
+    (second.folder / "new").touch()
+    del first
+    assert (second.folder / "new").exists()
+    folder = second.folder
+    del second
+    assert not folder.exists()
+
+
 # Rules whose state has numbers alone, bytes, matrices and a curvature, and settings of AdamW. That
 # every rule updates a part as it updates the whole, test_offload.py proves.
 KINDS = ["schedule_free", "adam8bit", "soap", "sophia_h"]

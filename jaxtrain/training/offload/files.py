@@ -41,11 +41,19 @@ class Scratch:
             made = Path(tempfile.mkdtemp(prefix="jaxtrain-offload-"))
         else:
             made = self.workdir / FOLDER / f"process-{jax.process_index()}"
+            if (earlier := _REMOVALS.get(made.resolve())) is not None:
+                earlier.detach()  # its owner may be collected later, and the folder is now ours
             if made.exists():
                 remove_tree(made)
             made.mkdir(parents=True)
-        weakref.finalize(self, _remove, made, in_run=self.workdir is not None)
+        _REMOVALS[made.resolve()] = weakref.finalize(
+            self, _remove, made, in_run=self.workdir is not None
+        )
         return made
+
+
+# What removes each folder of this process. Two runs after each other have the same one.
+_REMOVALS: dict[Path, weakref.finalize] = {}
 
 
 def _remove(folder: Path, *, in_run: bool) -> None:
