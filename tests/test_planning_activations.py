@@ -1,12 +1,13 @@
 """Activation bytes equal what PyTorch keeps of the same layer, and the paper's figures."""
 
+import contextlib
 import math
 
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.textbook import formulas
-from jaxtrain.analysis.planning.textbook.profile import layer_profile
+from jaxtrain.analysis.planning.textbook import formulas, profile
+from jaxtrain.analysis.planning.textbook.profile import layer_profile, layer_stash
 from jaxtrain.training.layouts import abstract_layout
 
 B, T, D, N, K, F = 3, 16, 96, 4, 2, 80
@@ -189,3 +190,33 @@ def test_a_layer_s_products_are_those_of_its_experts_too():
     kv = model.num_kv_heads * model.embed_dim // model.num_heads
     heads = 2 * length * (2 * model.embed_dim + 2 * kv)
     assert experts + heads <= found <= 1.3 * (experts + heads)
+
+
+LONG = ("Attention.kernel='blocked'", "TextData.sequence_length=1024", "Train.global_batch_size=2",
+        "Mesh.data=1", "Mesh.fsdp=2", "Mesh.tensor=1", "Pipeline.backward='recompute'")  # fmt: skip
+OF_LONG = {
+    "deepseek_tiny": ("DeepSeek.context_length=1024", "Mesh.expert=1"),  # keys wider than values
+    "gpt_quickstart": ("GPT.context_length=1024", "TextData.separate_documents=True"),
+    "gpt_oss_20b": ("GPTOSS.num_layers=2", "TextData.source='synthetic'",  # sinks, windows
+                    "TextData.tokenizer='byte'", "Mesh.expert=1"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "elementwise", "dots", "full", "full, attention saved"])
+@pytest.mark.parametrize("name", OF_LONG)
+def test_undivided_attention_saves_the_bytes_of_its_blocks(name, policy, monkeypatch):
+    """16 blocks and several tiles are traced as one, sooner, by the same residuals."""
+    policy, _, saved = policy.partition(", ")
+    remat = [f"Remat.policy={policy!r}", f"Remat.save={('attention',) if saved else ()}"]
+    config = load_config(name, [*LONG, *OF_LONG[name], *remat])
+    layout = abstract_layout(config, 2)
+
+    def measure():
+        for cache in (profile._residuals_of, profile._stash):
+            cache.cache_clear()
+        return layer_profile(config, layout, "cpu"), layer_stash(config, layout, "cpu")
+
+    found = measure()
+    monkeypatch.setattr(profile, "undivided", contextlib.nullcontext)
+    assert measure() == found

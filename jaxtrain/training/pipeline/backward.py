@@ -42,6 +42,11 @@ class Backward:
         """Trace the stage with arguments of these shapes; it is differentiated by params and x."""
         self.keep_residuals, self._stage = keep_residuals, stage
 
+        self.kept: list[Any] = []
+        if not keep_residuals:
+            self.outputs = jax.eval_shape(stage, params, x, context)
+            return
+
         def trace(params: Any, x: Any, context: Any) -> Any:
             outputs, transpose = self._vjp(params, x, context)
             residuals, self._tree = jax.tree.flatten(transpose)
@@ -50,21 +55,19 @@ class Backward:
         closed, (self.outputs, residuals) = jax.make_jaxpr(trace, return_shape=True)(
             params, x, context
         )
-        self.kept: list[Any] = []
-        if keep_residuals:
-            flat = _inline(closed, jax.tree.leaves((params, x, context)))
-            number_of_x = len(jax.tree.leaves(params))
-            wanted = flat.jaxpr.outvars[len(jax.tree.leaves(self.outputs)) :]
-            # Residuals that depend only on parameters and context (weights, masks) are not saved
-            # for every microbatch but recomputed.
-            of_x = flat.jaxpr.invars[number_of_x : number_of_x + len(jax.tree.leaves(x))]
-            self._depends = _reachable(flat.jaxpr, of_x, wanted)
-            again = [v for v, depends in zip(wanted, self._depends, strict=True) if not depends]
-            self._again = ClosedJaxpr(
-                _part(flat.jaxpr, flat.jaxpr.invars, again, _needed_equations(flat.jaxpr, again)),
-                flat.consts,
-            )
-            self.kept = self._dependent(residuals)
+        flat = _inline(closed, jax.tree.leaves((params, x, context)))
+        number_of_x = len(jax.tree.leaves(params))
+        wanted = flat.jaxpr.outvars[len(jax.tree.leaves(self.outputs)) :]
+        # Residuals that depend only on parameters and context (weights, masks) are not saved
+        # for every microbatch but recomputed.
+        of_x = flat.jaxpr.invars[number_of_x : number_of_x + len(jax.tree.leaves(x))]
+        self._depends = _reachable(flat.jaxpr, of_x, wanted)
+        again = [v for v, depends in zip(wanted, self._depends, strict=True) if not depends]
+        self._again = ClosedJaxpr(
+            _part(flat.jaxpr, flat.jaxpr.invars, again, _needed_equations(flat.jaxpr, again)),
+            flat.consts,
+        )
+        self.kept = self._dependent(residuals)
 
     def forward(self, params: Any, x: Any, context: Any) -> tuple[Any, list[jax.Array]]:
         """Run the stage; return its outputs, and the residuals for `transpose`."""

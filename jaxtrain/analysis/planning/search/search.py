@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import dataclasses
+import gc
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ from jaxtrain.analysis.planning.textbook.memory import (
     Memory,
     least_memory,
     memory,
+    memory_without_stash,
     state_memory,
 )
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
@@ -128,6 +130,9 @@ def search(
     kinds = {kind for layout in unpriced for kind in layout.kinds}
     heapq.heapify(unpriced)
     interrupted = False
+    thresholds = gc.get_threshold()
+    # Traces are kept, and to look through all of them for garbage took a sixth of the time.
+    gc.set_threshold(_ALLOCATED, *thresholds[1:])
     try:
         while unpriced:
             if fitting and fitting[0].price.seconds <= enough:
@@ -169,6 +174,8 @@ def search(
         if not fitting:
             raise
         interrupted = True
+    finally:
+        gc.set_threshold(*thresholds)
     if not large and not fitting:
         most = max(rejected, key=lambda reason: rejected[reason])
         raise UserError(
@@ -189,6 +196,8 @@ def search(
     )  # fmt: skip
 
 
+# Objects allocated between two collections of garbage.
+_ALLOCATED = 100_000
 # Number of layouts between two progress reports.
 _REPORT_EVERY = 50
 
@@ -409,7 +418,12 @@ def _is_hopeless(
     key = tuple(item for item in changes.items() if not item[0].startswith(_OF_ACTIVATIONS))
     if key not in heavy:
         heavy[key] = state_memory(apply_changes(config, changes), laid, kind) > room
-    return heavy[key] or least_memory(apply_changes(config, changes), laid, kind) > room
+    if heavy[key]:
+        return True
+    variant = apply_changes(config, changes)
+    if least_memory(variant, laid, kind) > room:
+        return True
+    return (memory_without_stash(variant, laid, kind) or 0) > room
 
 
 def _smallest(

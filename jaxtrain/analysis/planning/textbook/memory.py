@@ -134,6 +134,20 @@ def least_memory(config: Config, layout: Layout, platform: str) -> int:
     return step.arguments.total + step.standing + step.least
 
 
+def memory_without_stash(config: Config, layout: Layout, platform: str) -> int | None:
+    """Return a lower bound of `memory(...).total`: all of it except what a schedule keeps for
+    gradients of weights, whose trace takes longest; None if the schedule keeps nothing for them.
+
+    Args: see `memory`.
+    """
+    config = resolve_config(config, platform)
+    ranks = layout.mesh.shape["pipe"]
+    if ranks == 1 or not waiting(config.pipeline, ranks).stash:
+        return None
+    step = dataclasses.replace(_step(config, layout, platform), counts_stash=False)
+    return step.memory().total
+
+
 def _step(config: Config, layout: Layout, platform: str) -> "_Step":
     """Return the step of a configuration that is resolved for the platform."""
     within = layout.of_microbatches
@@ -165,6 +179,7 @@ class _Step:
       copied: whether microbatches use a copy of the parameters whatever its dtype.
       sums_locally: whether fsdp shards the parameters at rest, but neither the copy nor the
         accumulators.
+      counts_stash: whether what a schedule keeps for gradients of weights is counted.
     """
 
     config: Config
@@ -173,6 +188,7 @@ class _Step:
     arguments: Arguments
     copied: bool
     sums_locally: bool
+    counts_stash: bool = True
 
     def memory(self) -> Memory:
         phases = [self._head(), self._head_end(), self._layers(), self._embedding()]
@@ -325,7 +341,7 @@ class _Step:
         at_once = table.residuals or 1
         found = {name: size * of_stage * at_once for name, size in kept.items()}
         found["pipeline: inputs and gradients of stages"] = streams * stream
-        if table.stash:
+        if table.stash and self.counts_stash:
             of_layer = layer_stash(self.config, self.layout, self.platform)
             found[_STASH] = round(of_layer * self._rows) * of_stage * table.stash
         return found
