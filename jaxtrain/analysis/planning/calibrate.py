@@ -18,6 +18,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
+from jaxtrain.run.show.progress import human_seconds
 from jaxtrain.training.settings import Config, load_config
 
 # Leading lines of a run's metrics to skip: those steps wait for the compiler and the first batch.
@@ -36,7 +37,8 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
       source: origin of the measurement, for the plan's assumptions.
 
     Raises:
-      UserError: the configuration cannot run there, or no time is predicted for the chip.
+      UserError: the configuration cannot run there, no time is predicted for the chip, or the step
+        took less than its FLOPs take at the chip's peak.
     """
     target = dataclasses.replace(target, calibration=None)
     message = rejection_reason(config, target)
@@ -51,6 +53,14 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
         raise UserError(
             f"{source}: no time is predicted for {target.name!r}, so there is nothing to "
             "calibrate; name a target with a known peak, such as 'v5e:2x4' or 'h100:1x8'"
+        )
+    at_peak = predicted * (time.mfu or 0.0)
+    if seconds < at_peak:
+        raise UserError(
+            f"{source}: {human_seconds(seconds)} is less than the {human_seconds(at_peak)} that "
+            f"the FLOPs of a step take at the peak of {target.name!r}; the target and the "
+            f"configuration must be those of the measured run (Train.global_batch_size="
+            f"{config.train.global_batch_size})"
         )
     found = Calibration(seconds, predicted, source, family_of(config.train.model), profile)
     return dataclasses.replace(target, calibration=found)
