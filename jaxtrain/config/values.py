@@ -196,7 +196,7 @@ def lacks(value: Any, annotation: Any) -> list[str]:
     if not _is_protocol(annotation):
         return []
     members = {*annotation.__annotations__, *vars(annotation)}
-    return sorted(name for name in members if name[0] != "_" and name not in dir(value))
+    return sorted(name for name in members - {*dir(value)} if name[0] != "_")
 
 
 def _is_protocol(annotation: Any) -> bool:
