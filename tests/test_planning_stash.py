@@ -7,7 +7,7 @@ import pytest
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.textbook.memory import memory
+from jaxtrain.analysis.planning.textbook.memory import memory, memory_without_stash
 from jaxtrain.analysis.planning.textbook.profile import layer_stash
 from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.training.layouts import abstract_layout
@@ -55,13 +55,21 @@ def test_a_layer_s_share_is_that_of_the_stages_of_a_run(monkeypatch, backward, p
 
 
 def test_the_plan_counts_it_where_a_schedule_has_it():
-    parts = {}
+    parts, without = {}, {}
     for schedule, chunks in (("1f1b", 1), ("zero_bubble", 1), ("dualpipe_v", 2)):
         more = f"Pipeline.virtual_stages = {chunks}"
         config = config_of(schedule, "residuals", "elementwise", more)
-        parts[schedule] = memory(config, abstract_layout(config, 2), "cpu").parts
+        layout = abstract_layout(config, 2)
+        whole = memory(config, layout, "cpu")
+        parts[schedule] = whole.parts
+        without[schedule] = memory_without_stash(config, layout, "cpu")
+        if without[schedule] is not None:
+            without[schedule] -= whole.total
     name = "pipeline: for gradients of weights"
     assert name not in parts["1f1b"]
+    assert without["1f1b"] is None
+    # What the search compares first: the rest, in the phase that is the largest of both.
+    assert without["zero_bubble"] == -parts["zero_bubble"][name]
     layer = layer_stash(config, abstract_layout(config, 2), "cpu")
     for schedule, chunks in (("zero_bubble", 1), ("dualpipe_v", 2)):
         pipeline = Pipeline(schedule=schedule, microbatches=MICROBATCHES, virtual_stages=chunks)
