@@ -205,7 +205,7 @@ OF_LONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "elementwise", "dots", "full", "full, attention saved"])
 @pytest.mark.parametrize("name", OF_LONG)
-def test_undivided_attention_saves_the_bytes_of_its_blocks(name, policy, monkeypatch):
+def test_attention_as_one_block_saves_the_bytes_of_its_blocks(name, policy, monkeypatch):
     """16 blocks and several tiles are traced as one, sooner, by the same residuals."""
     policy, _, saved = policy.partition(", ")
     remat = [f"Remat.policy={policy!r}", f"Remat.save={('attention',) if saved else ()}"]
@@ -218,5 +218,5 @@ def test_undivided_attention_saves_the_bytes_of_its_blocks(name, policy, monkeyp
         return layer_profile(config, layout, "cpu"), layer_stash(config, layout, "cpu")
 
     found = measure()
-    monkeypatch.setattr(profile, "undivided", contextlib.nullcontext)
+    monkeypatch.setattr(profile, "trace_as_one_block", contextlib.nullcontext)
     assert measure() == found

@@ -38,18 +38,18 @@ TILE = 2**17
 
 _HIDDEN = float(np.finfo(np.float32).min)
 
-_UNDIVIDED = contextvars.ContextVar("undivided", default=False)
+_ONE_BLOCK = contextvars.ContextVar("one_block", default=False)
 
 
 @contextlib.contextmanager
-def undivided() -> Iterator[None]:
+def trace_as_one_block() -> Iterator[None]:
     """Trace attention in one tile and block: as many bytes are saved for the backward pass, by a
     tenth of the operations. For programs whose residuals are counted, which never run."""
-    before = _UNDIVIDED.set(True)
+    before = _ONE_BLOCK.set(True)
     try:
         yield
     finally:
-        _UNDIVIDED.reset(before)
+        _ONE_BLOCK.reset(before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Rule:
 
     def blocks(self, T: int, S: int) -> Iterator[tuple[slice, slice]]:
         """Return the blocks of queries, each with the keys that any of its queries may see."""
-        size = T if _UNDIVIDED.get() else max(BLOCK, -(-T // MOST_BLOCKS))
+        size = T if _ONE_BLOCK.get() else max(BLOCK, -(-T // MOST_BLOCKS))
         for start in range(0, T, size):
             end = min(start + size, T)
             first = 0 if self.window is None else min(max(start - self.window + 1, 0), S - 1)
@@ -250,7 +250,7 @@ def _over_tiles(
     B, T, K, G = parts[0].shape[:4]
     scores = G * min(T, max(BLOCK, -(-T // MOST_BLOCKS))) * parts[1].shape[1]
     heads = max(TILE // scores, 1)
-    if heads >= B * K or _UNDIVIDED.get():
+    if heads >= B * K or _ONE_BLOCK.get():
         return tile(parts, segments)
     rows = _divisor(B, max(heads // K, 1))
     heads = K if heads >= K else _divisor(K, heads)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.extend.core import Var
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.nn.attention.blocked import undivided
+from jaxtrain.nn.attention.blocked import trace_as_one_block
 from jaxtrain.nn.attention.kernel_registry import KERNELS, TILE
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, name_activation, remat
@@ -200,7 +200,7 @@ class _Kept:
 def _stash(config: Config, platform: str, settings: Remat, keep_residuals: bool) -> int:
     layout, one = _first_layer(config, platform)
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current(), undivided():
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current(), trace_as_one_block():
 
         def stage(layer: Any, x: jax.Array, context: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
@@ -285,7 +285,7 @@ def _layer_of(setup: Setup, config: Config, rows: int) -> _Layer:
 
 def _residuals(layout: Layout, one: _Layer, policy: Policy) -> _Kept:
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current(), undivided():
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current(), trace_as_one_block():
 
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
