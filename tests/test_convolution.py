@@ -14,10 +14,10 @@ from jaxtrain.nn.convolution import convolution, max_pool
 FAR = 5 * 2**20
 
 
-def inputs(images: int, size: int = 3, channels: int = 8, dtype=np.float32):
+def inputs(images: int, size: int = 3, channels: int = 8, dtype=np.float32, out: int = 6):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(images, 10, 9, channels)).astype(dtype)
-    kernel = rng.normal(size=(size, size, channels, 6)).astype(dtype)
+    kernel = rng.normal(size=(size, size, channels, out)).astype(dtype)
     return x, kernel
 
 
@@ -32,20 +32,20 @@ def expected(x, kernel, stride):
     ("images", "size", "stride", "tile_bytes", "in_tile"),
     [
         (8, 3, 1, module._TILE_BYTES, 8),
-        (8, 3, 1, 4 * 9 * 90 * 40 * 4, 4),
-        (6, 5, 1, 4 * 25 * 90 * 40 * 5, 3),  # of 6 images tiles of 3, not 5
-        (7, 3, 1, 4 * 9 * 90 * 40 * 6, 1),
-        (8, 3, 1, 4 * 9 * 90 * 40 - 1, 0),  # not one image fits
+        (8, 3, 1, 4 * 9 * 90 * 32 * 4, 4),
+        (6, 5, 1, 4 * 25 * 90 * 32 * 5, 3),  # of 6 images tiles of 3, not 5
+        (7, 3, 1, 4 * 9 * 90 * 32 * 6, 1),
+        (8, 3, 1, 4 * 9 * 90 * 32 - 1, 0),  # not one image fits
         (8, 1, 1, FAR, 0),  # a matmul already
-        (8, 1, 2, 4 * 25 * 40 * 4, 4),
-        (8, 3, 2, 4 * 9 * 25 * 40 * 8, 8),
-        (8, 3, 2, 4 * 9 * 25 * 40 * 8 - 1, 4),
+        (8, 1, 2, 4 * 25 * 32 * 4, 4),
+        (8, 3, 2, 4 * 9 * 25 * 32 * 8, 8),
+        (8, 3, 2, 4 * 9 * 25 * 32 * 8 - 1, 4),
         (8, 5, 3, FAR, 8),
     ],
 )
 def test_values_and_gradients_equal_jax(monkeypatch, images, size, stride, tile_bytes, in_tile):
     monkeypatch.setattr(module, "_TILE_BYTES", tile_bytes)
-    x, kernel = inputs(images, size, channels=40)
+    x, kernel = inputs(images, size, channels=32, out=8)
     assert module._images_of_a_tile(x, kernel, stride, size // 2) == in_tile
     run = jax.vjp(lambda x, kernel: convolution(x, kernel, stride), x, kernel)
     plain = jax.vjp(lambda x, kernel: expected(x, kernel, stride), x, kernel)
@@ -58,7 +58,7 @@ def test_values_and_gradients_equal_jax(monkeypatch, images, size, stride, tile_
 
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
 def test_no_activation_is_turned_for_the_kernel_s_gradient(size, stride):
-    x, kernel = inputs(16, size, channels=40)
+    x, kernel = inputs(16, size, channels=32, out=8)
 
     def turned(convolve):
         step = jax.jit(jax.grad(lambda *a: (convolve(*a, stride) ** 2).sum(), (0, 1)))
@@ -68,6 +68,15 @@ def test_no_activation_is_turned_for_the_kernel_s_gradient(size, stride):
 
     assert turned(expected)
     assert not turned(convolution)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "channels", "has_tiles"),
+    [(3, 1, 32, True), (3, 1, 33, False), (3, 2, 64, False), (1, 2, 64, True)],
+)
+def test_patches_of_many_channels_are_jax_s_own(size, stride, channels, has_tiles):
+    x, kernel = inputs(8, size, channels=channels)
+    assert (module._images_of_a_tile(x, kernel, stride, size // 2) > 0) == has_tiles
 
 
 def test_other_precisions_are_jax_s_own():

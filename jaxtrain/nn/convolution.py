@@ -146,7 +146,9 @@ def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
     """Images per tile of `_sum_over_tiles`; 0 where JAX's own gradient is faster.
 
     XLA's for CPUs is a convolution over the batch, for which it transposes both activations so that
-    images come last: a quarter of a small ResNet's step, and with a stride another sixth.
+    images come last. With few channels that is a quarter of a small ResNet's step, and with a
+    stride another sixth; with more than 32 the patches of a tile take longer to write
+    (benchmarks/history/cpu.md).
     """
     if x_BHWC.ndim == 3 or x_BHWC.dtype != jnp.float32 or not _is_one_cpu():
         return 0
@@ -154,6 +156,8 @@ def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
     if S % 2 == 0 or padding != S // 2 or S == stride == 1:
         return 0
     images, H, W, C = x_BHWC.shape
+    if C > 32 and S > 1:
+        return 0
     patches = 4 * S**2 * C * -(-H // stride) * -(-W // stride)
     fitting = [n for n in range(1, images + 1) if images % n == 0 and n * patches <= _TILE_BYTES]
     return max(fitting, default=0)
