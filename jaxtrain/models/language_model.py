@@ -4,6 +4,7 @@ Letters: S source length, T length, D embed, V vocab, N of 6N.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -76,17 +77,17 @@ class LanguageModel(Protocol):
         """Modules after the layers, each of which predicts one more token in training."""
         return ()
 
-    @property
+    @functools.cached_property
     def layers(self) -> int:
         """All layers but the leading ones are one stack."""
         return self.num_layers - len(self.leading)
 
-    @property
+    @functools.cached_property
     def attention(self) -> AttentionFacts | None:
         """That of every layer."""
         return self.block.facts.attention
 
-    @property
+    @functools.cached_property
     def experts(self) -> ExpertsFacts | None:
         """Those of every layer but the leading ones."""
         return self.block.facts.experts

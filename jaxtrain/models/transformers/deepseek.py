@@ -5,6 +5,7 @@ Sources: DeepSeek-V2 (arXiv 2405.04434) with router='softmax', DeepSeek-V3 (arXi
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Literal
@@ -186,7 +187,7 @@ class DeepSeek(LanguageModel):
         """Next-token or multi-token prediction."""
         return "next_token" if self.predicted_tokens == 1 else "multi_token"
 
-    @property
+    @functools.cached_property
     def experts(self) -> ExpertsFacts:
         """Facts of the experts of every layer but the dense ones."""
         speed = self.bias_speed if self.router == "sigmoid" else None
@@ -205,7 +206,7 @@ class DeepSeek(LanguageModel):
             original_context_length=self.rope_original_context_length,
         )
 
-    @property
+    @functools.cached_property
     def latent(self) -> Latent:
         """The attention of all layers."""
         return Latent(
@@ -221,7 +222,7 @@ class DeepSeek(LanguageModel):
             residual_stddev=residual_stddev(self.num_layers),
         )
 
-    @property
+    @functools.cached_property
     def leading(self) -> tuple[Block, ...]:
         """The dense layers."""
         return (Block(attention=self.latent, mlp=gated_mlp(self), norm=self.norm),) * (
@@ -238,7 +239,7 @@ class DeepSeek(LanguageModel):
             for number in range(self.layers, self.layers + self.predicted_tokens - 1)
         )
 
-    @property
+    @functools.cached_property
     def block(self) -> Block:
         """The definition of the other layers."""
         return Block(
@@ -259,7 +260,7 @@ class DeepSeek(LanguageModel):
         """The norm before each part of a block, and after the last."""
         return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
 
-    @property
+    @functools.cached_property
     def _routed(self) -> Experts:
         groups = Groups(count=self.expert_groups, chosen=self.groups_per_token)
         router = (Sigmoid if self.router == "sigmoid" else Softmax)(

@@ -8,8 +8,9 @@ split too.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -220,14 +221,14 @@ def _with_devices_cut(
         values = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*flat.consts, *arguments], strict=True)
         )
-        for eqn in jaxpr.eqns:
-            inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            split = both.get(id(eqn))
-            results = (
-                _run(eqn, inputs) if split is None else _on_separate_devices(eqn, inputs, split)
-            )
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+        for splits, eqns in itertools.groupby(jaxpr.eqns, key=lambda eqn: id(eqn) in both):
+            if not splits:
+                _run(list(eqns), values)
+                continue
+            for eqn in eqns:
+                results = _on_separate_devices(eqn, _read(eqn.invars, values), both[id(eqn)])
+                values.update(zip(eqn.outvars, results, strict=True))
+        return _read(jaxpr.outvars, values)
 
     return jax.make_jaxpr(evaluate)(*arguments)
 
@@ -331,12 +332,18 @@ def _bytes(var: Any) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
-def _run(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the results of one equation; its literal inputs are in it."""
-    variables = [v for v in eqn.invars if not isinstance(v, Literal)]
-    one = ClosedJaxpr(Jaxpr((), variables, eqn.outvars, [eqn], eqn.effects), ())
-    arrays = [x for x, v in zip(inputs, eqn.invars, strict=True) if not isinstance(v, Literal)]
-    return jaxpr_as_fun(one)(*arrays)
+def _read(variables: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
+    return [v.val if isinstance(v, Literal) else values[v] for v in variables]
+
+
+def _run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+    """Run equations that follow each other, and add their results to the values they read."""
+    made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+    read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+    inputs = [v for v in read if v not in made]
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    part = ClosedJaxpr(Jaxpr((), inputs, list(made), list(eqns), effects), ())
+    values.update(zip(made, jaxpr_as_fun(part)(*(values[v] for v in inputs)), strict=True))
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:
@@ -368,26 +375,26 @@ def _part(of: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequen
     return Jaxpr(of.constvars, list(invars), list(outvars), list(eqns))
 
 
+def _is_call(eqn: Any) -> bool:
+    return eqn.primitive.name in _CALLS
+
+
 def _inline(closed: ClosedJaxpr, arguments: Sequence[Any]) -> ClosedJaxpr:
     """Return the function without calls: their equations are inlined."""
 
     def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
-
-        for eqn in jaxpr.eqns:
-            inputs = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in _CALLS:
+        for calls, eqns in itertools.groupby(jaxpr.eqns, key=_is_call):
+            if not calls:
+                _run(list(eqns), values)
+                continue
+            for eqn in eqns:
                 inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-                if isinstance(inner, ClosedJaxpr):
-                    results = evaluate(inner.jaxpr, inner.consts, inputs)
-                else:
-                    results = evaluate(inner, (), inputs)
-            else:
-                results = _run(eqn, inputs)
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+                if not isinstance(inner, ClosedJaxpr):
+                    inner = ClosedJaxpr(inner, ())
+                results = evaluate(inner.jaxpr, inner.consts, _read(eqn.invars, values))
+                values.update(zip(eqn.outvars, results, strict=True))
+        return _read(jaxpr.outvars, values)
 
     return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*arguments)

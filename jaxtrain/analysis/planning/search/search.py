@@ -418,9 +418,11 @@ def _is_hopeless(
     key = tuple(item for item in changes.items() if not item[0].startswith(_OF_ACTIVATIONS))
     if key not in heavy:
         heavy[key] = state_memory(apply_changes(config, changes), laid, kind) > room
-    if heavy[key]:
-        return True
-    variant = apply_changes(config, changes)
+    return heavy[key] or _needs_more(apply_changes(config, changes), laid, kind, room)
+
+
+def _needs_more(variant: Config, laid: Layout, kind: str, room: float) -> bool:
+    """Return whether a lower bound of the memory exceeds `room`, cheapest bound first."""
     if least_memory(variant, laid, kind) > room:
         return True
     return (memory_without_stash(variant, laid, kind) or 0) > room
@@ -464,9 +466,13 @@ def _fastest_unfit(
     for layout, sized in sorted(large, key=lambda one: one[0].least_seconds):
         if layout.least_seconds >= (seconds if best is None else best.price.seconds):
             break
-        if _bound(config, target, layout, sized) > most:
-            continue
-        found = sized or _fewest(config, layout, _lay_out(config, layout, target), target)[0]
+        found = sized
+        if found is None:
+            laid = _lay_out(config, layout, target)
+            variant = apply_changes(config, {**layout.changes, **layout.counts[-1]})
+            if _needs_more(variant, laid, target.chip.kind, most):
+                continue
+            found = _fewest(config, layout, laid, target)[0]
         if found.memory.total > most:
             continue
         one = _candidate(config, found, target)
