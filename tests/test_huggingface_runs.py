@@ -1,5 +1,6 @@
 """An imported model is a run like any other; a run starts with another's parameters alone."""
 
+import dataclasses
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -76,7 +77,7 @@ def save(file: Path, *, seed: int) -> None:
 def our_shapes() -> dict[str, tuple[int, ...]]:
     config = load_config("gpt_quickstart", [
         "Mesh.tensor=1", "Mesh.fsdp=8",
-        *(f"GPT.{name}={value}" for name, value in vars(MODEL).items()),
+        *(f"GPT.{one.name}={getattr(MODEL, one.name)}" for one in dataclasses.fields(MODEL)),
     ])  # fmt: skip
     return shapes_of(compose(config, layouts.layout(config)).setup)
 

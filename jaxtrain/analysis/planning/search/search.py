@@ -197,7 +197,7 @@ def search(
 
 
 # Objects allocated between two collections of garbage.
-_ALLOCATED = 100_000
+_ALLOCATED = 1_000_000
 # Number of layouts between two progress reports.
 _REPORT_EVERY = 50
 
