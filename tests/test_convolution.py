@@ -79,6 +79,34 @@ def test_patches_of_many_channels_are_jax_s_own(size, stride, channels, has_tile
     assert (module._images_of_a_tile(x, kernel, stride, size // 2) > 0) == has_tiles
 
 
+@pytest.mark.parametrize(("side", "stride"), [(6, 1), (7, 2)])
+def test_a_large_kernel_is_not_transposed_for_the_gradient_of_x(side, stride):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, side, side, 48)).astype(np.float32)
+    kernel = rng.normal(size=(3, 3, 48, 64)).astype(np.float32)
+    run, plain = (
+        jax.vjp(lambda *a, form=form: form(*a, stride), x, kernel)
+        for form in (convolution, expected)
+    )
+    np.testing.assert_array_equal(run[0], plain[0])
+    gradient = rng.normal(size=run[0].shape).astype(np.float32)
+    for ours, theirs in zip(run[1](gradient), plain[1](gradient), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-6 * np.linalg.norm(theirs)
+
+    def transposed(form):
+        of_x = jax.jit(jax.grad(lambda x: (form(x, kernel, stride) ** 2).sum()))
+        return "f32[3,3,64,48]" in of_x.lower(x).compile().as_text()
+
+    assert transposed(expected)
+    assert not transposed(convolution)
+
+
+def test_a_small_kernel_s_gradient_of_x_is_jax_s_own():
+    x, kernel = inputs(8, channels=40, out=40)
+    assert not module._is_larger_than_images(kernel, x, 1, 1)
+    assert module._is_larger_than_images(kernel, x[:1], 1, 1)
+
+
 def test_other_precisions_are_jax_s_own():
     x, kernel = inputs(8, dtype=jax.numpy.bfloat16)
     assert module._images_of_a_tile(x, kernel, 1, 1) == 0

@@ -40,8 +40,11 @@ def convolution(
         padding = kernel.shape[0] // 2
     if _is_small(x_BHWC, kernel):
         return _multiply_patches(x_BHWC, kernel, stride, padding)
-    folded = _columns_folded(x_BHWC, kernel, stride) > 1
-    if folded or _images_of_a_tile(x_BHWC, kernel, stride, padding):
+    if (
+        _columns_folded(x_BHWC, kernel, stride) > 1
+        or _images_of_a_tile(x_BHWC, kernel, stride, padding)
+        or _is_larger_than_images(kernel, x_BHWC, stride, padding)
+    ):
         return _convolve_on_cpu(x_BHWC, kernel, stride, padding)
     return _convolve(x_BHWC, kernel, stride, padding)
 
@@ -163,10 +166,26 @@ def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
     return max(fitting, default=0)
 
 
+def _is_larger_than_images(kernel: jax.Array, x_BHWC: jax.Array, stride: int, padding: int) -> bool:
+    """Whether a kernel has more elements than the images and the results.
+
+    JAX's gradient of x is a convolution with the kernel turned around and transposed, which XLA for
+    CPUs does in one loop over far apart elements: of 3 x 3 x 512 x 512 ones that takes as long as
+    half of the convolution of 8 images of 7 x 7 (benchmarks/history/cpu.md). The gradient of a
+    matmul of patches reads the kernel as it is.
+    """
+    if x_BHWC.ndim != 4 or x_BHWC.dtype != jnp.float32 or not _is_one_cpu():
+        return False
+    S, _, _, D = kernel.shape
+    B, *sides, _ = x_BHWC.shape
+    H, W = (pool_output_size(side, S, stride, padding) for side in sides)
+    return S > 1 and kernel.size >= x_BHWC.size + B * H * W * D
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _convolve_on_cpu(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
-    """As `_convolve`: forward and the gradient of x with folded columns where that is faster, the
-    gradient of the kernel by tiles of images.
+    """As `_convolve`: forward and the gradient of x with folded columns where that is faster, or
+    the gradient of x by patches; the gradient of the kernel by tiles of images.
     """
     columns = _columns_folded(x_BHWC, kernel, stride)
     if columns > 1:
@@ -183,6 +202,8 @@ def _forward(
 def _backward(stride: int, padding: int, kept: Kept, gradient_BHWD: jax.Array) -> Kept:
     x_BHWC, kernel = kept
     form = _convolve_on_cpu.fun
+    if _is_larger_than_images(kernel, x_BHWC, stride, padding):
+        form = _multiply_patches
     of_x = jax.vjp(lambda x: form(x, kernel, stride, padding), x_BHWC)[1](gradient_BHWD)[0]
     if images := _images_of_a_tile(x_BHWC, kernel, stride, padding):
         return of_x, _sum_over_tiles(images, x_BHWC, gradient_BHWD, kernel, stride)

@@ -145,12 +145,11 @@ def bar_in_words(target: Target, family: Family) -> str:
     bar, kind = error_bar(target, family), target.chip.kind.upper()
     if target.calibration is not None and target.calibration.family != family:
         return (
-            f"the measured run trains a {target.calibration.family} model, which predicts a "
-            f"{family} model less well: the error bar of {bar:.0%} is the one without a "
-            "measured step"
+            f"a measured run of {target.calibration.family} models predicts {family} models less "
+            f"well: the error bar of {bar:.0%} is the one without a measured step"
         )
     return (
-        f"two of three runs of a {family} model on {kind}s lie within {bar:.0%} of what one "
+        f"two of three runs of {family} models on {kind}s lie within {bar:.0%} of what one "
         "other run of their stack on that chip predicts this way"
     )
 

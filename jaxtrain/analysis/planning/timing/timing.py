@@ -551,7 +551,7 @@ def _assumptions(
         )
     held = (
         "efficiency factors fitted on published runs"
-        f"{'' if is_known(target) else ' of other chips'}; two of three runs of a {family} model "
+        f"{'' if is_known(target) else ' of other chips'}; two of three runs of {family} models "
         f"on {chip.kind.upper()}s by a training stack outside the fit lie within "
         f"{error_bar(target, family):.0%} of the {within}"
     )
