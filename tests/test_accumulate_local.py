@@ -27,6 +27,7 @@ from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.layouts import abstract_layout, layout
 from jaxtrain.training.offload import Offload
 from jaxtrain.training.preflight.preflight import check
+from jaxtrain.training.settings import load_config
 
 # Memory differs by a few percent from that of a run, which compiles ten times as long.
 QUICK = {"exec_time_optimization_effort": -1.0}
@@ -129,11 +130,26 @@ def test_plan_says_what_both_cost_and_which_fits():
     assert said.startswith("with Sharding.accumulate='shard' ")
     assert "with -b \"Sharding.accumulate='local'\"" in said
     assert said.count("(fits)") == 2
+    # The other way round there is more traffic.
+    local = configured("local", accumulation=10)
+    assert compare_accumulations(local, target, abstract_layout(local, K)) is None
     once = configured("shard", accumulation=1)
     assert compare_accumulations(once, target, abstract_layout(once, K)) is None
     # Gradients that are summed on the hosts are so in their shards alone.
     on_hosts = dataclasses.replace(config, offload=Offload(gradients="host"))
     assert compare_accumulations(on_hosts, target, over) is None
+
+
+def test_plan_does_not_offer_as_much_traffic_for_more_memory():
+    target, sizes = parse_target("v5p:4x4x4"), ["Mesh.fsdp=64", "Train.global_batch_size=256"]
+    config = load_config("llama_8b", [*sizes, "Train.accumulation=2"])
+    over = abstract_layout(config, 64)
+    now, other = accumulations(config, target, over)
+    assert now.fits
+    assert other.fits
+    assert now.memory < other.memory
+    assert 0.9 < other.moved / now.moved < 1
+    assert compare_accumulations(config, target, over) is None
 
 
 def test_where_it_does_nothing_it_is_refused():

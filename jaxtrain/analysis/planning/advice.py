@@ -354,9 +354,12 @@ def accumulations(config: Config, target: Target, layout: Layout) -> list[Accumu
 
 
 def compare_accumulations(config: Config, target: Target, layout: Layout) -> str | None:
-    """Return a sentence that compares both values; None if there is no choice."""
+    """Return a sentence that compares both values; None if the other one does not help: it must
+    fit, and have a tenth less traffic, unless the configured one does not fit."""
     found = accumulations(config, target, layout)
-    if not found:
+    if not found or not found[1].fits:
+        return None
+    if found[0].fits and found[1].moved > 0.9 * found[0].moved:
         return None
     now, other = (
         f"{human_bytes(way.moved)} of weights and gradients cross fsdp a step and a device needs "
