@@ -128,8 +128,9 @@ def test_longnets_segments_are_mixed_by_their_softmaxes_denominators() -> None:
         expected[b, :, head] = (mixed[..., None] * outs).sum(0)
     mask = Mask(pattern=pattern)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
-    found = jax.jit(lambda *qkv: attention(*qkv, mask, kernel="reference"))(*arrays)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for kernel in ("reference", "xla"):
+        run = functools.partial(attention, mask=mask, kernel=kernel)
+        np.testing.assert_allclose(jax.jit(run)(*arrays), expected, rtol=1e-5, atol=1e-5)
 
 
 # -- the kernel -----------------------------------------------------------------------------------
