@@ -138,6 +138,22 @@ def test_links_together_carry_nine_tenths_of_the_documented_bandwidth(name, giga
     assert total == pytest.approx(0.9 * gigabytes * 1e9)
 
 
+def test_a_chip_reaches_its_host_over_the_documented_link():
+    """jax-ml.github.io/scaling-book/tpus for TPUs; PCI Express 4.0 and 5.0 have 16 lanes of 16 and
+    32 GT/s, of 130 bits 128 data; the racks' sheets give 450 GB/s to the two GPUs of a Grace."""
+    lanes = {name: 16 * rate * 128 / 130 / 8 for name, rate in (("4.0", 16), ("5.0", 32))}
+    of_chips = {"v4": 16, "v5e": 15, "v5p": 15, "v6e": 32, "7x": 15}
+    of_chips |= dict.fromkeys(("a100", "a100-40", "l40s", "l4", "rtx3090", "rtx4090"), lanes["4.0"])
+    fifth = ("h100", "h100-pcie", "h100-nvl", "h200", "b200", "b300", "rtx5090")
+    of_chips |= dict.fromkeys(fifth, lanes["5.0"])
+    of_chips |= dict.fromkeys(("gb200", "gb300"), 450 / 2)
+    for name, gigabytes in of_chips.items():
+        chip = CHIPS[name]
+        assert chip.host_bandwidth is not None
+        of_chip = chip.host_bandwidth * chip.devices
+        assert of_chip == pytest.approx(gigabytes * 1e9, rel=0.02), name
+
+
 @pytest.mark.parametrize(
     ("name", "nominal"),
     [("a100", 80e9), ("a100-40", 40e9), ("h100", 80e9), ("h200", 141e9), ("h100-nvl", 94e9),

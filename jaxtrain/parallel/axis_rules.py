@@ -129,7 +129,7 @@ def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, in
     grids = depth if grids is None else grids
     q = round((tensor / grids) ** (1 / sides))
     if grids * q**sides != tensor:
-        low = math.floor((tensor / grids) ** (1 / sides) + 1e-9)
+        low = math.floor((tensor / grids) ** (1 / sides))
         fitting = [grids * side**sides for side in (max(low, 1), max(low, 1) + 1)]
         given = f" with Sharding.tensor_depth={depth}" if layout == "2.5d" else ""
         raise UserError(
