@@ -23,6 +23,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.nn.parameters import is_layer, role_of
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
+from jaxtrain.parallel.ordering import run_between
 from jaxtrain.parallel.sharding import is_variable, reshard
 from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.guard import Guard, History, judge, select
@@ -200,7 +201,9 @@ def estimate_curvature(step: Step, estimate: Callable[[Setup, TrainState, Batch]
 
     def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
         found = step.gradient(state, batch, counts)
-        return found._replace(extra={"curvature": estimate(step.setup, state, batch)})
+        run = functools.partial(estimate, step.setup)
+        found, curvature = run_between(run, found, state, batch)
+        return found._replace(extra={"curvature": curvature})
 
     return step._replace(gradient=gradient)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.ordering import run_after
 from jaxtrain.parallel.sharding import is_variable, logical_axes, on_each_device, parts_of, reshard
 from jaxtrain.training.exchange.per_replica import replicas_of, shares
 from jaxtrain.training.exchange.replicas import DiLoCo, distance, separate
@@ -131,6 +132,8 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
         if delay:
             # The sent values exist when the step begins, and the step does not wait for them.
             state = in_turn(apply_outer_step, state.step, state)
+            params, batch = run_after(state.exchange["spread"], (state.params, batch))
+            state = state.replace(params=params)
         return alone.gradient(state, batch, counts)
 
     def update(state: TrainState, found: Gradient) -> Updated:

@@ -1,6 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import optax
 
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
+from jaxtrain.parallel.ordering import run_between
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.matrices import each
@@ -133,14 +135,13 @@ class SOAP(AdamRule):
         found = each(step, mu, nu, state.bases)
         means = each(mean_of_sides, updates, state.means)
         turn = jnp.where(is_first, 1, jnp.where(state.count % self.every == 0, 2, 0))
-        nu, bases = jax.lax.switch(
-            turn,
-            [
-                lambda: (nu, state.bases),
-                lambda: (nu, _first_bases(updates, means)),
-                lambda: _refresh_bases(nu, means, state.bases),
-            ],
-        )
+        branches = [
+            lambda updates, nu, means, bases: (nu, bases),
+            lambda updates, nu, means, bases: (nu, _first_bases(updates, means)),
+            lambda updates, nu, means, bases: _refresh_bases(nu, means, bases),
+        ]
+        turned = functools.partial(jax.lax.switch, turn, branches)
+        found, (nu, bases) = run_between(turned, found, updates, nu, means, state.bases)
         return found, Bases(state.count + 1, mu, nu, means, bases)
 
 
