@@ -193,7 +193,7 @@ SHORT_FILES = {
     },
     "one function that modules of several rooms call": {
         "analysis.planning.whole_run", "analysis.verify.meshes", "config.shipped", "config.swept",
-        "nn.dropout", "parallel.ordering", "training.flops",
+        "data.demo", "nn.dropout", "parallel.ordering", "training.flops",
     },
     "one closed form or algorithm, with its source": {
         "analysis.planning.textbook.rooflines", "analysis.planning.textbook.scaling",

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.data import demo
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.loader import batches
@@ -63,7 +64,16 @@ def test_mnist5k_is_mlxtends():
     example = found.heldout.example(123, None)
     np.testing.assert_allclose(example.inputs.reshape(-1) * 255, pixels[index], atol=1e-4)
     assert example.targets == labels[index]
+    every, of_each = demo.read_digits("mnist5k", "ImageData.source")
+    np.testing.assert_array_equal(every, pixels)
+    np.testing.assert_array_equal(of_each, labels)
     assert (found.facts["train_images"], found.facts["heldout_images"]) == (4000, 1000)
+
+
+def test_a_package_without_the_file_is_named(monkeypatch):
+    monkeypatch.setitem(demo._TABLES, "digits", ("sklearn", "datasets/data/digits.csv.xz"))
+    message = refusal(source="digits")
+    assert "this version of sklearn has no datasets/data/digits.csv.xz" in message
 
 
 def test_a_folder_has_its_classes_in_sorted_order(folder):

