@@ -56,7 +56,7 @@ def run_between(function: Callable[..., Any], before: Any, *arguments: Any) -> t
 
 
 def _wait(results: list[jax.Array], tree: list[jax.Array]) -> list[jax.Array]:
-    # Neither holds for NaN, nor both for anything else: never true, which XLA does not see.
+    # `x != x` is true of NaN alone, and `x == x` of all else: never both, which XLA does not see.
     firsts = [x.reshape(-1)[0] for x in results]
     never = jnp.any(jnp.stack([(x != x) & (x == x) for x in firsts]))
     return [jnp.where(never, jnp.zeros_like(x), x) for x in tree]
