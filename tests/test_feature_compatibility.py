@@ -197,7 +197,7 @@ def losses(config: Config, devices: int) -> np.ndarray:
         state = program.create(0)
         for seed in range(3):
             rows = config.train.global_batch_size
-            batch = text_batch(rows=rows, length=64, vocab_size=256, seed=seed)
+            batch = text_batch(rows=rows, length=32, vocab_size=256, seed=seed)
             batch = with_filling_rows(batch, config, layout)
             batch = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, metrics = step(state, batch)
