@@ -88,15 +88,17 @@ def one_device():
 
 
 # tests/test_masked_token.py has BERT's step on a mesh in the fast part.
-@pytest.mark.slow_cases("context_sequence_parallel", "tensor_chunks", "pipe")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {"loss": Loss(chunk_size=4)}),
         ({"context": 2, "tensor": 2, "sequence_parallel": True, "zero": 2}, {"accumulation": 2}),
-        ({"pipe": 2, "fsdp": 2}, {"pipeline": Pipeline(schedule="1f1b", microbatches=2)}),
+        (
+            {"pipe": 2, "data": 2, "fsdp": 2},
+            {"pipeline": Pipeline(microbatches=2), "loss": Loss(chunk_size=4)},
+        ),
     ],
-    ids=["tensor_chunks", "context_sequence_parallel", "pipe"],
+    ids=["context_sequence_parallel", "pipe_chunks"],
 )
 def test_every_mesh_computes_the_same(layout, changes, one_device):
     batch, expected = one_device

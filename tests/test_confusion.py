@@ -15,7 +15,6 @@ from test_text_classification import texts
 from jaxtrain.__main__ import main
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
-from jaxtrain.models.recurrent.rnn import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.run.metrics.files import class_names
@@ -28,11 +27,9 @@ sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is
 
 C = 7
 TOLD = {"objective": "token_classification", "num_classes": C}
-GRU_OF_TOKENS = GRU(vocab_size=64, num_layers=2, embed_dim=16, bidirectional=True, **TOLD)
 BERT_OF_TOKENS = BERT(
     vocab_size=64, num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, context_length=12, **TOLD
 )
-
 VIT = ViT(num_classes=C, channels=1, image_size=12, patch_size=6, num_layers=2, embed_dim=16,
           num_heads=2, mlp_dim=16)  # fmt: skip
 
@@ -96,15 +93,12 @@ def logits_of(model, batches) -> list[np.ndarray]:
 CASES: dict = {
     "vectors": (MLP(widths=(12, 9, C)), vectors, [{"data": 2, "fsdp": 2, "tensor": 2}]),
     "bert": (BERT_OF_TOKENS, tagged, [{"data": 2, "context": 2, "tensor": 2}]),
-    "gru": (GRU_OF_TOKENS, tagged, [{"pipe": 2, "data": 2}]),
     "vit": (VIT, images, [{"pipe": 2, "fsdp": 2}]),
 }
 
 
-@pytest.mark.slow_cases("gru")
 @pytest.mark.parametrize(
-    "case",
-    ["vectors", "gru", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bert", "vit"))],
+    "case", ["vectors", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bert", "vit"))]
 )
 def test_every_mesh_counts_as_scikit_learn_does(case):
     model, make, layouts = CASES[case]

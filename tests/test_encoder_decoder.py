@@ -224,10 +224,6 @@ MESHES = {
          "zero": 2},
         {"accumulation": 2, "execution": Execution(kernel="xla", remat=POLICIES["full"])},
     ),
-    "pipe_gpipe": (
-        "t5", {"pipe": 2, "tensor": 2, "data": 2, "zero": 0, "sequence_parallel": True},
-        {"pipeline": Pipeline(schedule="gpipe", microbatches=4), "accumulation": 2},
-    ),
     "pipe_of_four": (
         "t5_uneven", {"pipe": 4, "fsdp": 2, "zero": 1}, {"pipeline": Pipeline(microbatches=8)},
     ),
@@ -237,8 +233,9 @@ MESHES = {
                               backward="residuals")},
     ),
     "pipe_tied_zero3": (
-        "tied", {"pipe": 2, "fsdp": 2},
-        {"pipeline": Pipeline(microbatches=4), "execution": Execution(remat=POLICIES["full"])},
+        "tied", {"pipe": 2, "data": 2, "fsdp": 2},
+        {"pipeline": Pipeline(schedule="gpipe", microbatches=2), "accumulation": 2,
+         "execution": Execution(remat=POLICIES["full"])},
     ),
 }  # fmt: skip
 

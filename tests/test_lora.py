@@ -95,12 +95,10 @@ def by_the_formula(model: str) -> tuple[float, dict[str, np.ndarray]]:
 
 
 MESHES = {
-    "zero 1": ("llama", {"fsdp": 8, "zero": 1}, {}),
     "zero 2, microbatches": ("llama", {"fsdp": 4, "tensor": 2, "zero": 2}, {"accumulation": 2}),
     "sequence": (
         "gpt", {"fsdp": 2, "tensor": 2, "context": 2, "sequence_parallel": True}, {},
     ),
-    "1f1b": ("gpt", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"pipeline": Pipeline(microbatches=4)}),
     "zero bubble, residuals": (
         "llama", {"pipe": 4, "fsdp": 2},
         {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2, backward="residuals")},

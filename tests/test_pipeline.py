@@ -54,21 +54,11 @@ def one_device(make, num_layers):
     return evaluate(make_step(make(num_layers), make_layout()), BATCH)
 
 
+# Schedules whose stages are full are in test_extras_on_meshes.py, each with a model that has more.
 CASES = {
-    "1f1b": (gpt, 8, {"pipe": 8}, {"microbatches": 8}),
     # Six layers on four stages, five on two: padded, masked, and every layer is there.
     "uneven_fewer_microbatches_than_stages": (
         gpt, 6, {"pipe": 4, "data": 2}, {"microbatches": 2},
-    ),
-    "gpipe": (
-        gpt, 4, {"pipe": 2, "fsdp": 2, "tensor": 2}, {"schedule": "gpipe", "microbatches": 4},
-    ),
-    "interleaved": (
-        gpt, 8, {"pipe": 2, "data": 2, "fsdp": 2, "zero": 2},
-        {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4},
-    ),
-    "zero_bubble": (
-        llama, 4, {"pipe": 4, "tensor": 2}, {"schedule": "zero_bubble", "microbatches": 4},
     ),
     "experts_residuals": (
         mixtral, 4, {"pipe": 2, "expert": 2, "tensor": 2},
@@ -133,7 +123,7 @@ def test_a_ring_of_attention_inside_stages_equals_one_device(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_meshes_and_schedules_equal_one_device(data):
     pipe = data.draw(st.sampled_from([2, 4, 8]), "pipe")

@@ -123,20 +123,15 @@ def of_the_floats(kind: str) -> tuple[float, dict[str, np.ndarray]]:
 MESHES = {
     "zero 3": ("nf4", {"fsdp": 2, "tensor": 2}, {}),
     "zero 2, int8": ("int8", {"fsdp": 4, "tensor": 2, "zero": 2}, {"accumulation": 2}),
-    "zero 3, int4": ("int4", {"fsdp": 2, "tensor": 2}, {}),
-    "zero bubble": (
-        "nf4", {"pipe": 2, "fsdp": 2},
+    "zero bubble, int4": (
+        "int4", {"pipe": 2, "fsdp": 2, "tensor": 2},
         {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2, backward="residuals")},
     ),
-    "1f1b, int8": ("int8", {"pipe": 2, "tensor": 2}, {"pipeline": Pipeline(microbatches=2)}),
 }  # fmt: skip
-QUICK = ("zero 3", "1f1b, int8")
 
 
-@pytest.mark.slow_cases("1f1b, int8")
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
-)
+@pytest.mark.slow_cases("zero 2, int8", "zero bubble, int4")
+@pytest.mark.parametrize("name", MESHES)
 def test_losses_and_gradients_are_those_of_the_floats_on_every_mesh(name):
     kind, sizes, changes = MESHES[name]
     loss, expected = of_the_floats(kind)

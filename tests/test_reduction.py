@@ -42,13 +42,6 @@ ULYSSES = Execution(kernel="xla", context_parallel="ulysses")
 BUBBLE = Pipeline(schedule="zero_bubble", microbatches=2)
 CASES = {
     "experts": ("mixture", {"data": 2, "expert": 2, "tensor": 2}, {"accumulation": 2}),
-    "zero bubble, zero 1": (
-        "llama", {"data": 2, "fsdp": 2, "pipe": 2, "zero": 1},
-        {"accumulation": 2, "pipeline": BUBBLE},
-    ),
-    "dropless, zero 1": (
-        "dropless", {"data": 2, "expert": 2, "fsdp": 2, "zero": 1}, {"accumulation": 2},
-    ),
     "hsdp, residuals": (
         "llama", {"data": 2, "fsdp": 2, "pipe": 2},
         {"pipeline": Pipeline(microbatches=4, backward="residuals")},
@@ -71,15 +64,9 @@ CASES = {
         "llama", {"fsdp": 4, "pipe": 2, "zero": 1, "masters": "sharded"},
         {"accumulation": 2, "pipeline": BUBBLE},
     ),
-    "masters, ring": (
-        "llama", {"context": 2, "fsdp": 4, "zero": 1, "masters": "sharded"}, {"accumulation": 2},
-    ),
     "ring, experts, chunks, remat": (
         "dropless", {"context": 2, "expert": 2, "fsdp": 2},
         {"accumulation": 2, "loss": Loss(chunk_size=4), "execution": FULL},
-    ),
-    "ring, tensor, sequence parallel": (
-        "llama", {"context": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}, {},
     ),
     "experts, context, pipe": (
         "dropless", {"context": 2, "expert": 2, "pipe": 2},

@@ -139,19 +139,10 @@ def one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        ({"data": 2, "fsdp": 4, "zero": 3}, {"execution": Execution(remat=POLICIES["full"])}),
-        pytest.param(
-            {"fsdp": 2, "data": 4, "zero": 1}, {"accumulation": 2}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["zero3_remat", "zero1_accumulation"],
-)
-def test_every_mesh_computes_the_same(layout, changes, one_device):
+def test_a_mesh_computes_the_same(one_device):
     batch, expected = one_device
-    program = make_step(SHAPES["attends"], make_layout(**layout), **changes)
+    changes = {"accumulation": 2, "execution": Execution(remat=POLICIES["full"])}
+    program = make_step(SHAPES["attends"], make_layout(data=2, fsdp=4), **changes)
     assert_equal(evaluate(program, batch), expected)
 
 

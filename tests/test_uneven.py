@@ -61,7 +61,6 @@ def alone(config, rows: int, device) -> tuple[list[np.ndarray], list]:
     return trained(config, rows, on({}), [device])[:2]
 
 
-LOCAL = ("Train.accumulation=3", "Sharding.accumulate='local'")
 PIPED = ("Pipeline.microbatches=2", "Attention.context_parallel='ulysses'")
 SLOW = pytest.mark.slow
 
@@ -71,11 +70,9 @@ SLOW = pytest.mark.slow
     ("config", "sizes", "more"),
     [
         ("gpt", {"fsdp": 4, "tensor": 2}, ("Train.accumulation=2",)),
-        pytest.param("gpt", {"data": 2, "fsdp": 2}, LOCAL, marks=SLOW),
         pytest.param("gpt", {"pipe": 2, "data": 2, "context": 2}, PIPED, marks=SLOW),
         ("moe", {"fsdp": 2, "expert": 4}, ()),
         pytest.param("mlp_digits", {"data": 8}, (), marks=SLOW),
-        pytest.param("vit_digits", {"data": 2, "fsdp": 2}, ("Train.accumulation=2",), marks=SLOW),
         pytest.param("t5_tiny", {"fsdp": 4}, (), marks=SLOW),
     ],
     ids=str,
