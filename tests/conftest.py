@@ -21,6 +21,9 @@ os.environ["XLA_FLAGS"] = (
     + "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
     + os.environ.get("XLA_FLAGS", "")
 )
+# SOAP's factorizations are of small matrices: OpenBLAS's threads, several for each device,
+# wait for each other three times as long as they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The lock of libtpu gives a machine's chips to one process; here several only compile.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
