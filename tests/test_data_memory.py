@@ -1,4 +1,4 @@
-"""A million batches of text leave the process's memory where it was."""
+"""Hundreds of thousands of batches of text leave the process's memory where it was."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,9 @@ import pytest
 from jaxtrain.data.loader import batches
 from jaxtrain.data.text.packing import PackedText
 
-BATCHES, FIRST = 1_000_000, 50_000
-MEBIBYTE = 1 << 20
+# Memory settles within 150,000 batches: it grows by 2 MB.
+FIRST, BATCHES = 150_000, 350_000
+LIMIT = 800_000  # bytes
 
 
 def resident():
@@ -17,7 +18,7 @@ def resident():
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_a_million_batches():
+def test_memory_is_flat_over_200_000_batches():
     rng = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(rng.integers(5, 60, 3000))])
     tokens = rng.integers(0, 256, offsets[-1]).astype(np.uint8)
@@ -29,5 +30,5 @@ def test_memory_is_flat_over_a_million_batches():
         if number in (FIRST, BATCHES):
             at[number] = resident()
     assert batch.inputs.shape == (2, 16)
-    # A leak of one reference of 8 bytes a batch would be 7.6 MB.
-    assert at[BATCHES] - at[FIRST] < 4 * MEBIBYTE
+    # A leak of one reference of 8 bytes a batch would be 1.6 MB.
+    assert at[BATCHES] - at[FIRST] < LIMIT

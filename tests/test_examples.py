@@ -52,7 +52,7 @@ LONG = ("character_gpt", "lora_chat", "own_objective")
     ids=lambda path: path.name,
 )
 def test_an_example_reaches_its_stated_result(example, tmp_path):
-    """In a shell, as a reader would: one to five minutes each, since they train."""
+    """In a shell, as a reader would: up to two minutes each, since they train."""
     folder = tmp_path / example.name
     shutil.copytree(example, folder, ignore=shutil.ignore_patterns("runs", "*.png"))
     programs = tmp_path / "bin"
