@@ -112,7 +112,7 @@ def test_closed_forms_are_the_traced_step(name, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 @settings(
-    max_examples=8, deadline=None, derandomize=True, database=None,
+    max_examples=4, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(data=st.data())

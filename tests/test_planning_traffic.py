@@ -169,7 +169,9 @@ SLOW = {
     "accumulation x fsdp x context, ring": (
         config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256, rows=16, accumulation=2), {WHOLE},
     ),
-    "expert, full": (config_of(MIXTRAL, {"expert": 4, "data": 2}, remat=FULL), set()),
+    "expert x fsdp, full": (
+        config_of(MIXTRAL, {"expert": 4, "fsdp": 2}, remat=FULL), {WHOLE},
+    ),
     "accumulation x expert x data, zero 1": (
         config_of(
             MIXTRAL, {"expert": 2, "data": 2, "fsdp": 2}, rows=16, accumulation=2,
@@ -191,14 +193,7 @@ SLOW = {
         ),
         {WHOLE},
     ),
-    "fsdp, pairs": (of_pairs("Mesh.fsdp = 8"), set()),
-    "pipe x fsdp, pairs, not tied": (
-        of_pairs(
-            "Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4",
-            "T5.tie_embeddings = False",
-        ),
-        {WHOLE},
-    ),
+    "fsdp, pairs, not tied": (of_pairs("Mesh.fsdp = 8", "T5.tie_embeddings = False"), set()),
     "pipe x data, patches": (of_patches(), {WHOLE}),
     "masters, pipe, accumulation": (
         config_of(
@@ -238,23 +233,10 @@ SLOW = {
         ),
         {WHOLE},
     ),
-    "ten microbatches x data x context, ring": (
-        config_of(LLAMA, {"context": 4, "data": 2}, length=256, rows=20, accumulation=10), set(),
-    ),
-    "ten microbatches x data x expert": (
-        config_of(MIXTRAL, {"expert": 4, "data": 2}, rows=80, accumulation=10), set(),
-    ),
     "ring, named": (
         config_of(
             LLAMA, {"context": 4, "data": 2}, length=256,
-            remat=dataclasses.replace(FULL, save=("attention",)),
-        ),
-        set(),
-    ),
-    "ring, offloaded": (
-        config_of(
-            LLAMA, {"context": 4, "data": 2}, length=256,
-            remat=dataclasses.replace(FULL, offload=("attention", "residual")),
+            remat=dataclasses.replace(FULL, save=("attention",), offload=("residual",)),
         ),
         set(),
     ),
@@ -275,29 +257,19 @@ SLOW = {
         ),
         set(),
     ),
-    "pipe x data x fsdp": (
-        config_of(
-            deep(LLAMA), {"pipe": 2, "data": 2, "fsdp": 2}, rows=16,
-            pipeline=Pipeline(microbatches=4),
-        ),
-        {WHOLE},
-    ),
     "expert x tensor, slots": (
         config_of(dataclasses.replace(MIXTRAL, capacity_factor=1.0), {"expert": 4, "tensor": 2}),
         set(),
-    ),
-    "expert x fsdp": (
-        config_of(MIXTRAL, {"expert": 4, "fsdp": 2}), {WHOLE},
     ),
     "fewer kv heads than devices": (
         config_of(dataclasses.replace(LLAMA8, num_kv_heads=2), {"tensor": 8}), set(),
     ),
     "zero bubble": (
         config_of(
-            deep(LLAMA), {"pipe": 4, "data": 2}, rows=16,
+            deep(LLAMA), {"pipe": 2, "data": 2, "fsdp": 2}, rows=16,
             pipeline=Pipeline(schedule="zero_bubble", microbatches=4),
         ),
-        set(),
+        {WHOLE},
     ),
     "dualpipe_v": (
         config_of(
@@ -326,13 +298,6 @@ SLOW = {
     ),
     "3d": (
         config_of(LLAMA8, {"tensor": 8}, sharding=Sharding(tensor_layout="3d")),
-        {WHOLE},
-    ),
-    "int8 products, 2d": (
-        config_of(
-            LLAMA8, {"tensor": 4, "data": 2}, sharding=Sharding(tensor_layout="2d"),
-            precision=INT8,
-        ),
         {WHOLE},
     ),
     "int8 products, 3d, full": (
@@ -365,7 +330,11 @@ SLOW = {
         {WHOLE, GATHERED},
     ),
     "top_k": (
-        config_of(MODELS["gpt"], {"data": 4, "fsdp": 2}, exchange=Exchange(method="top_k")),
+        # A narrow model, since the sort of a larger array takes longer to compile.
+        config_of(
+            dataclasses.replace(MODELS["gpt"], num_layers=2, embed_dim=128, num_heads=1),
+            {"data": 4, "fsdp": 2}, exchange=Exchange(method="top_k"),
+        ),
         {WHOLE, GATHERED},
     ),
 }  # fmt: skip
@@ -455,9 +424,7 @@ def test_the_cpu_s_compiler_sends_float32_for_bfloat16_and_does_not_join_sums():
 ONCE = {
     "fsdp x context, ring": (1, "context"),
     "accumulation x fsdp x context, ring": (2, "context"),
-    "ten microbatches x data x context, ring": (10, "data+context"),
     "pipe x data x context, ulysses": (4, "data+context"),
-    "ten microbatches x data x expert": (10, "data+expert"),
     "pipe x data x expert": (4, "data+expert"),
 }
 

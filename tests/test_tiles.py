@@ -116,43 +116,34 @@ def moved(config, layout, least: int = 2**22) -> list[Collective]:
     return [one for one in collectives(compiled.as_text(), layout.mesh) if one.bytes >= least]
 
 
-def table_on(devices: int) -> tuple[Config, Layout]:
-    """A table of 50,304 rows on 64 devices, so many of them along fsdp."""
-    config = load_config(
-        "llama_1b",
-        [
-            *SYNTHETIC, "Llama.num_layers=1", "Llama.vocab_size=50304", "Llama.num_heads=16",
-            "Llama.mlp_dim=2048", "TextData.sequence_length=128", "Train.accumulation=1",
-            "Train.global_batch_size=64", "Attention.kernel='reference'",
-            f"Mesh.data={64 // devices}", f"Mesh.fsdp={devices}",
-        ],
-    )  # fmt: skip
-    return config, target_layout(config, parse_target("v5p:4x4x4"))
+def of_table(found: list[Collective]) -> list[tuple[str, str]]:
+    """Kind and axis of the collectives of a whole table's gradient."""
+    found = [one for one in found if math.prod(one.shape) > 40000 * 2048]
+    return [(one.kind, one.axis) for one in found if one.kind != "all-gather"]
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_a_tables_gradient_is_scattered():
     """Of 32 columns a device, which the compiler would sum whole. A large tied table has two, the
-    lookup's and the head's, each reduced first."""
-    config, layout = table_on(64)
-    of_table = [one for one in moved(config, layout) if math.prod(one.shape) > 40000 * 2048]
-    assert [one.kind for one in of_table] == ["reduce-scatter"] * 2
+    lookup's and the head's, each reduced first: scattered along fsdp, and rows of their sum are
+    summed along data (HSDP)."""
+    config = load_config(
+        "llama_1b",
+        [
+            *SYNTHETIC, "Llama.num_layers=1", "Llama.vocab_size=50304", "Llama.num_heads=16",
+            "Llama.mlp_dim=2048", "TextData.sequence_length=128", "Train.accumulation=1",
+            "Train.global_batch_size=128", "Attention.kernel='reference'", "Mesh.data=2",
+            "Mesh.fsdp=64",
+        ],
+    )  # fmt: skip
+    layout = target_layout(config, parse_target("v5p:4x4x8"))
+    found = moved(config, layout, 2**21)
+    assert of_table(found) == [("reduce-scatter", "fsdp")] * 2
+    shards = [one.shape for one in found if one.axis == "data" and 50304 // 64 in one.shape]
+    assert shards == [(50304 // 64, 2048)]
     plain = dataclasses.replace(layout, by_rows=frozenset())
-    of_table = [one for one in moved(config, plain) if math.prod(one.shape) > 40000 * 2048]
-    assert [one.kind for one in of_table] == ["all-reduce"] * 2
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_replicas_of_shards_sum_rows():
-    """HSDP: the table's gradients are scattered along fsdp, rows of their sum are summed along
-    data."""
-    found = [one for one in moved(*table_on(32)) if one.kind != "all-gather"]
-    whole = [one for one in found if math.prod(one.shape) > 40000 * 2048]
-    assert [(one.kind, one.axis) for one in whole] == [("reduce-scatter", "fsdp")] * 2
-    shards = [one.shape for one in found if one.axis == "data" and 50304 // 32 in one.shape]
-    assert shards == [(50304 // 32, 2048)]
+    assert of_table(moved(config, plain)) == [("all-reduce", "fsdp")] * 2
 
 
 def attention_of(name: str, target: str, *bindings: str) -> tuple[Config, Layout]:
