@@ -1,4 +1,4 @@
-"""Seq2Seq equals PyTorch's GRUs, with and without attention, and one device on every mesh."""
+"""Seq2Seq equals PyTorch's GRUs, with and without attention, and on a mesh one device."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""State space models equal transformers'; from a cache, and on every mesh, they are the same."""
+"""State space models equal transformers'; from a cache, and on a mesh, they are the same."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""ViT equals the transformers library's, and one device on every mesh."""
+"""ViT equals the transformers library's, and on a mesh one device."""
 
 import dataclasses
 import functools
