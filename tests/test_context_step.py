@@ -80,7 +80,7 @@ def test_loss_and_gradients_equal_one_device(case: str, capfd) -> None:  # noqa:
     name, sizes, changes = STEPS[case]
     expected = one_device(name)
     capfd.readouterr()
-    found = evaluate(make_step(MODELS[name], make_layout(**sizes), **changes), BATCH)
+    found = evaluate(make_step(MODELS[name], make_layout(**sizes), **changes), BATCH, expected)
     # The compiler says this where it gathers a whole array that nobody asked it to gather.
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)

@@ -255,7 +255,7 @@ def test_a_mesh_computes_the_same_and_moves_the_biases_alike():
         moved = np.abs(np.round(bias.get_value() / SMALL.bias_speed))
         assert set(moved.ravel()) <= {0, 1, 2}, "two steps"
         assert moved.max() == 2
-    assert_equal(evaluate(program, BATCH), expected)
+    assert_equal(evaluate(program, BATCH, expected), expected)
 
 
 def test_biases_move_against_the_load_error_and_nothing_else_does():

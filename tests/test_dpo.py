@@ -228,7 +228,7 @@ def one_device():
 )
 def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
     program = make_step(GPT2, make_layout(**layout), objective=DPO(beta=0.2), **changes)
-    assert_equal(evaluate(program, some_pairs()), one_device)
+    assert_equal(evaluate(program, some_pairs(), one_device), one_device)
 
 
 @pytest.mark.slow

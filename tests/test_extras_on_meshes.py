@@ -98,4 +98,4 @@ def test_meshes_hold_every_pair_of_axes():
 )
 def test_every_pair_of_axes_equals_one_device(name, axes, of_layout, changes):
     program = program_of(name, make_layout(**dict.fromkeys(axes, 2), **of_layout), **changes)
-    assert_equal(evaluate(program, TEXTS), alone(name))
+    assert_equal(evaluate(program, TEXTS, alone(name)), alone(name))

@@ -101,8 +101,9 @@ def test_biases_and_sinks_are_no_matrices():
 def test_a_capacity_on_a_mesh_is_that_of_one_device():
     sizes = dataclasses.replace(SMALL, balance_weight=0.02, capacity_factor=1.0)
     batch = text_batch(rows=16, length=16, vocab_size=64)
-    found = evaluate(make_step(sizes, make_layout(expert=2, tensor=2)), batch)
-    assert_equal(found, evaluate(make_step(sizes, make_layout()), batch))
+    expected = evaluate(make_step(sizes, make_layout()), batch)
+    program = make_step(sizes, make_layout(expert=2, tensor=2))
+    assert_equal(evaluate(program, batch, expected), expected)
 
 
 def test_a_limit_of_nothing_is_refused():

@@ -71,7 +71,7 @@ def test_six_devices_of_fsdp_share_what_two_of_them_divide(devices, one_device):
     config = config_of(zero=1, fsdp=6)
     shared = layout(config, devices[:6])
     assert (shared.mesh.shape["data"], shared.mesh.shape["fsdp"]) == (3, 2)
-    assert_equal(evaluate(make_step(MODEL, shared), BATCH), one_device)
+    assert_equal(evaluate(make_step(MODEL, shared), BATCH, one_device), one_device)
     (note,) = notes(config, shared)
     assert "Mesh.fsdp=6" in note
     assert "2 parts, each on 3 devices" in note
@@ -124,8 +124,8 @@ SMOOTH = Loss(z_weight=0.1, label_smoothing=0.1)
 def test_a_vocabulary_that_tensor_does_not_divide_equals_one_device(name, mesh, changes):
     model, plain = ODD[name], {"loss": changes.get("loss", Loss())}
     whole = dataclasses.replace(make_layout(**mesh), whole=frozenset({"vocab"}))
-    found = evaluate(make_step(model, whole, **changes), BATCH)
-    assert_equal(found, evaluate(make_step(model, make_layout(), **plain), BATCH))
+    expected = evaluate(make_step(model, make_layout(), **plain), BATCH)
+    assert_equal(evaluate(make_step(model, whole, **changes), BATCH, expected), expected)
 
 
 def test_where_sizes_divide_nothing_is_whole_and_nothing_is_said():

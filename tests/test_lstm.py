@@ -208,7 +208,7 @@ def test_loss_and_gradients_equal_one_device(name, capfd) -> None:
     expected = one_device()
     sizes, changes = LAYOUTS[name]
     capfd.readouterr()
-    found = evaluate(make_step(SIZES, make_layout(**sizes), **changes), BATCH)
+    found = evaluate(make_step(SIZES, make_layout(**sizes), **changes), BATCH, expected)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
 

@@ -163,7 +163,8 @@ def one_device():
     ids=["fsdp_tensor_chunks", "context", "pipe"],
 )
 def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
-    assert_equal(evaluate(program_on(make_layout(**layout), **changes), TEXT), one_device)
+    program = program_on(make_layout(**layout), **changes)
+    assert_equal(evaluate(program, TEXT, one_device), one_device)
 
 
 def test_a_token_sees_both_sides_of_its_own_document():

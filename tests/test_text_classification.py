@@ -102,7 +102,8 @@ def test_every_mesh_tells_the_same():
     batch = texts(16, classes=3, vocab_size=64)
     one = evaluate(make_step(sizes, make_layout()), batch)
     for layout in ({"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2, "zero": 1}):
-        assert_equal(evaluate(make_step(sizes, make_layout(**layout)), batch), one)
+        program = make_step(sizes, make_layout(**layout))
+        assert_equal(evaluate(program, batch, one), one)
 
 
 # -- recurrent nets of both ways -------------------------------------------------------------------
