@@ -138,8 +138,9 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     """Run a parsed command; map every exception to a message and an exit status."""
-    from jaxtrain.run.garbage import share_arenas
+    from jaxtrain.run.garbage import collect_rarely, share_arenas
 
+    collect_rarely()
     share_arenas()
     import jax
 

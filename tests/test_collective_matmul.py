@@ -196,6 +196,7 @@ SMALL = (
     "TextData.source = 'synthetic'", "TextData.tokenizer = 'byte'",
     "TextData.separate_documents = False", "Train.global_batch_size = 4", "Mesh.data = 1",
     "Mesh.tensor = 4", "Sharding.sequence_parallel = True", "Attention.kernel = 'reference'",
+    "Train.steps = 100",  # the options of long runs take half as long again to compile
 )  # fmt: skip
 
 

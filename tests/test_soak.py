@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.run import garbage
 from jaxtrain.run.garbage import ARENA_VARIABLES, LONG_RUN, Garbage
 
 STEPS = 20_000
@@ -80,6 +81,23 @@ def test_a_short_run_is_left_to_python(nothing_frozen):
         garbage.collect()
         assert cycle() is not None
         assert gc.get_freeze_count() == 0
+
+
+def test_a_start_is_scanned_rarely_and_a_run_as_often_as_python_does(monkeypatch):
+    thresholds = gc.get_threshold()
+    monkeypatch.setattr(garbage, "_USUAL", (700, 10, 10))
+    try:
+        garbage.collect_rarely()
+        assert gc.get_threshold()[0] > 10_000
+        with Garbage(LONG_RUN - 1) as run:
+            run.settle()
+        assert gc.get_threshold() == (700, 10, 10)
+        gc.set_threshold(5_000, 5, 5)  # a caller's own stays
+        with Garbage(LONG_RUN - 1) as run:
+            run.settle()
+        assert gc.get_threshold() == (5_000, 5, 5)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 # Threads that all hold memory at once, each from an arena where there are enough of them.

@@ -124,8 +124,9 @@ def wait(descriptor: int) -> None:
     if interrupt == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     score = _prefer_for_oom_kill()
-    from jaxtrain.run.garbage import share_arenas
+    from jaxtrain.run.garbage import collect_rarely, share_arenas
 
+    collect_rarely()
     share_arenas()
     for name in _MODULES:
         importlib.import_module(name)
