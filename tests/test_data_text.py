@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pydoc_data.topics
 import sysconfig
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_embedded_text_is_the_standard_library_and_the_language_reference():
         path = stdlib / excluded
         if path.is_file():
             assert path.read_text(encoding="utf-8") not in texts
+
+
+def test_embedded_text_is_found_without_a_look_at_installed_packages(tmp_path, monkeypatch):
+    for name in ("b.py", "a/c.py", "a/test/d.py", "site-packages/e.py", "config-3/f.py", "g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    seen, walked = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: seen.append(Path(path).name) or walked(path))
+    topics = pydoc_data.topics.topics
+    assert list(read_embedded()) == ["a/c.py", "b.py", *(topics[name] for name in sorted(topics))]
+    assert {"a", "config-3"} <= {*seen}
+    assert not {"test", "site-packages"} & {*seen}
 
 
 def test_embedded_opens_with_facts_that_add_up():

@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import importlib
 import io
+import os
 import re
 import sysconfig
 import zlib
@@ -467,7 +468,12 @@ def read_embedded() -> Iterator[str]:
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in root.rglob("*.py") if _is_embedded(path.relative_to(root))]
+    paths = []
+    for folder, folders, names in os.walk(root):
+        # Not walked over: a Python's site-packages can hold a hundred times as many files.
+        folders[:] = set(folders) - EMBEDDED_EXCLUDED_FOLDERS
+        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        paths += [path for path in files if _is_embedded(path.relative_to(root))]
     if not paths:
         raise UserError(
             f"TextData.source = 'embedded': this Python has no .py files in {root}; "
@@ -482,9 +488,8 @@ def read_embedded() -> Iterator[str]:
 def _is_embedded(relative: Path) -> bool:
     # _sysconfigdata holds this machine's paths; topics.py is read as text, below.
     own = relative.name.startswith("_sysconfigdata") or relative.name == "sitecustomize.py"
-    excluded = EMBEDDED_EXCLUDED_FOLDERS.intersection(relative.parts)
     configuration = relative.parts[0].startswith("config-")
-    return not (own or excluded or configuration or relative.parts[0] == "pydoc_data")
+    return not (own or configuration or relative.parts[0] == "pydoc_data")
 
 
 def _read(path: AnyPath, text_field: str) -> list[str | BadRecord]:
