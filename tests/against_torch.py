@@ -108,7 +108,7 @@ class Twin:
         with torch.no_grad():
             expected = numpy(self.network(theirs))
         with program.setup.layout.active():
-            model = nnx.merge(program.setup._graphdef(), state.params, state.statistics)
+            model = nnx.merge(program.setup._graphdef, state.params, state.statistics)
             run = jax.jit(lambda m, x, s: m(x, s, Execution(kernel="reference"), train=False)[0])
             found = run(model, batch.inputs, state.statistics)
             found = found[0] if isinstance(found, tuple) else found

@@ -412,7 +412,7 @@ class Setup:
           train: whether in training mode.
           step: seeds random numbers, if rows are numbered; None: no random numbers.
         """
-        model, execution = nnx.merge(self._graphdef(), params, statistics), self.execution
+        model, execution = nnx.merge(self._graphdef, params, statistics), self.execution
         if step is not None and batch.rows is not None:
             draws = Draws.of_step(self.seed, step, batch.rows)
             execution = dataclasses.replace(execution, draws=draws)
@@ -458,7 +458,9 @@ class Setup:
             trained = self.targets.bind(self.layout, trained, of)
         return self.tuning.join((trained, frozen))
 
+    @functools.cached_property
     def _graphdef(self) -> Any:
+        """The model without its arrays; building it, even from shapes, takes up to a second."""
         return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
 
     # -- evaluation ------------------------------------------------------------------------------
@@ -499,7 +501,7 @@ class Setup:
         if self.stages is not None:
             whole = self.layout.with_manual("pipe")
             weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
-        return nnx.merge(self._graphdef(), self.bind(weights), state.statistics)
+        return nnx.merge(self._graphdef, self.bind(weights), state.statistics)
 
 
 def parameter_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
