@@ -14,6 +14,7 @@ from PIL import Image
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.loader import batches
+from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.attempts.attempt import Preempted
 from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.training.guard import BadStepError
@@ -206,6 +207,18 @@ def test_the_whole_run_compiles_once_and_never_moves_data_implicitly(tiny_config
     of_evaluation = [message for message in compiled if "eval_step" in message]
     assert (len(of_step), len(of_evaluation)) == (1, 1)
     assert trainer._stepper.train_step._cache_size() == 1
+
+
+def test_a_run_builds_its_model_for_its_parts_and_not_for_every_program(tiny_config, monkeypatch):
+    """Preflight, the state's shapes twice, the state, the step and its evaluation."""
+    built, build = [], GPT.build
+    monkeypatch.setattr(GPT, "build", lambda self, key: built.append(self) or build(self, key))
+    trainer = Trainer(load_config(tiny_config))
+    trainer.train(2)
+    before = len(built)
+    assert before <= 6
+    trainer.evaluate()
+    assert len(built) == before
 
 
 def test_evaluation_counts_every_heldout_target_once(tiny_config):
