@@ -128,7 +128,7 @@ def pytest_collection_finish() -> None:
 def programs_go_with_their_file():
     """What a file has traced and compiled no other asks for, and a worker would hold gigabytes.
 
-    What is left, modules above all, no later collection need walk over again.
+    What remains, mostly modules, is frozen: later collections need not scan it.
     """
     yield
     jax.clear_caches()

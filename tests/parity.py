@@ -30,9 +30,10 @@ def evaluate(program, batch, begin=None):
     Args:
       program: the step.
       batch: of both steps.
-      begin: what one device gave, to begin with its parameters: a mesh that draws them itself
-        compiles the longer. That it draws the same ones test_step.py, test_mixtral.py and
-        test_parity_matrix.py assert, and test_verify.py of a config of every kind.
+      begin: the result of one device, whose initial parameters the program starts from; None: it
+        initializes its own, which a mesh compiles for seconds. That meshes initialize the same
+        parameters is asserted where `begin` is left out (test_step.py, test_mixtral.py,
+        test_parity_matrix.py), and in test_verify.py for a config of every kind.
     """
     program = program.rebuild(optimizer=keep_gradients(program.setup.optimizer))
     stages = program.setup.stages

@@ -33,8 +33,8 @@ class Garbage:
         return self
 
     def settle(self) -> None:
-        """Call when the step is compiled: ends `collect_rarely`. A long run's objects are frozen,
-        unless some are already.
+        """Call when the step is compiled: restores the thresholds that `collect_rarely` raised, and
+        freezes the objects of a long run, unless some are frozen already.
         """
         if gc.get_threshold() == _AT_START:
             gc.set_threshold(*_USUAL)
@@ -55,7 +55,7 @@ class Garbage:
 
 
 def collect_rarely() -> None:
-    """Scan objects for cycles rarely until `Garbage.settle`; call before imports."""
+    """Raise the garbage collector's thresholds until `Garbage.settle`; call before imports."""
     gc.set_threshold(*_AT_START)
 
 

@@ -460,7 +460,7 @@ class Setup:
 
     @functools.cached_property
     def _graphdef(self) -> Any:
-        """The model without its arrays; building it, even from shapes, takes up to a second."""
+        """The model's `nnx.GraphDef`, cached: building GoogLeNet takes 0.3 s, even from shapes."""
         return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
 
     # -- evaluation ------------------------------------------------------------------------------

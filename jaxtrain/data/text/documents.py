@@ -470,7 +470,7 @@ def read_embedded() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
-        # Not walked over: a Python's site-packages can hold a hundred times as many files.
+        # Skipped with all they hold: site-packages can have a hundred times as many files.
         folders[:] = set(folders) - EMBEDDED_EXCLUDED_FOLDERS
         files = (Path(folder, name) for name in names if name.endswith(".py"))
         paths += [path for path in files if _is_embedded(path.relative_to(root))]
