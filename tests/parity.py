@@ -33,7 +33,8 @@ def evaluate(program, batch, begin=None):
       begin: the result of one device, whose initial parameters the program starts from; None: it
         initializes its own, which a mesh compiles for seconds. That meshes initialize the same
         parameters is asserted where `begin` is left out (test_step.py, test_mixtral.py,
-        test_parity_matrix.py), and in test_verify.py for a config of every kind.
+        test_tensor_layouts.py, test_pipeline.py with padded stages), and in test_verify.py for a
+        config of every kind.
     """
     program = program.rebuild(optimizer=keep_gradients(program.setup.optimizer))
     stages = program.setup.stages
