@@ -30,23 +30,24 @@ test: $(VENV)/compiled
 
 # The slow part, with one process a core: each comes to hold up to 9 GB. UNTIL (seconds since 1970)
 # ends it: what would end later is named and not run. It begins with file FIRST, so that other files
-# are left out the next time.
+# are left out the next time. Long lists of cases take three turns, by FIRST or the number of commits;
+# ALL=1 runs every case.
 test-slow: WORKERS = $(CORES)
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report $(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) --first $(FIRST)
+	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report $(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) $(if $(ALL),--every-case) --first $(FIRST)
 
 # Of the slow part what failed the last time, in one process.
 test-slow-failed: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "slow and not cuda_compile and not chaos" --last-failed --last-failed-no-failures none
 
-# Every proof, closed by a table of the claims.
+# Every proof, closed by a table of the claims; ALL=1 as above.
 proof: test test-slow claims
 
 # The table of the claims, from the reports of `test` and `test-slow`.
 claims: $(VENV)/installed-dev
 	$(BIN)/python tests/claims.py $(VENV)/fast.json $(VENV)/slow.json
 
-# Records how long every test takes (tests/durations.csv), from the reports of a whole `make proof`.
+# Records how long every test takes (tests/durations.csv), from the reports of `make proof ALL=1`.
 durations: $(VENV)/fast.json $(VENV)/slow.json
 	$(BIN)/python tests/durations.py $(VENV)/fast.json $(VENV)/slow.json
 

@@ -64,8 +64,9 @@ def claim_of(file: str) -> str:
 
 
 def table(reports: list[dict]) -> str:
-    """Return the table of claims: tests passed, failed, skipped and not run, and their seconds."""
-    columns = ("passed", "failed", "skipped", "not run", "seconds")
+    """Return the table of claims: tests passed, failed, skipped, not run for want of time and
+    resting until their turn, and their seconds."""
+    columns = ("passed", "failed", "skipped", "not run", "resting", "seconds")
     rows = {claim: dict.fromkeys(columns, 0.0) for claim in CLAIMS}
     for report in reports:
         for file, found in report["files"].items():

@@ -7,9 +7,12 @@ Options of pytest (tests/conftest.py loads this plugin):
                           durations that `make durations` recorded
   --first N               start with the N-th file (modulo their number): what had no time left
                           this time comes first the next time
+  --every-case            run what is resting, too
 
-Of the tests of a marker `rotated(group)`, which take minutes each, one runs: the N-th of its group
-modulo their number, N from --first or else the number of commits. One named by its id always runs.
+A run of the whole suite takes turns, N from --first or else the number of commits. Of the slow
+cases of a test function every third runs, so that after three turns each has run. Of the tests of a
+marker `rotated(group)`, which take minutes each, one runs, the N-th of its group modulo their
+number. Where the command names a file or a test, all of it runs.
 """
 
 import csv
@@ -34,8 +37,12 @@ ALLOWED_SKIPS = (
     r"^\w+ is not installed$",  # a program of the system
 )
 NO_TIME = "no time left in this run"
+# The slow cases of a test function run in so many turns; those that take fewer seconds in one.
+TURNS = 3
+_WORTH_TURNS = 5.0
 DURATIONS = Path(__file__).with_name("durations.csv")
 _STARTED = pytest.StashKey[bool]()
+_RESTING = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--strict-skips", action="store_true")
     group.addoption("--until", type=float)
     group.addoption("--first", type=int, default=0)
+    group.addoption("--every-case", action="store_true")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,16 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect rotated tests whose turn it is not. Files that take longest first, since one begun
+    """Deselect the tests whose turn it is not. Files that take longest first, since one begun
     last keeps a single worker; then --first.
 
     (xdist keeps the order with --no-loadscope-reorder.)
     """
-    if not any("::" in argument for argument in config.args):
-        resting = find_resting(items, config.option.first or _count_commits())
-        config.hook.pytest_deselected(items=resting)
-        items[:] = [item for item in items if item not in resting]
     recorded, seconds = read_durations(), Counter()
+    named = any(".py" in argument for argument in config.args)
+    if not named and not config.option.every_case:
+        resting = find_resting(items, config.option.first or _count_commits(), recorded)
+        config.stash[_RESTING] = dict(Counter(item.path.name for item in resting))
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["resting"] = config.stash[_RESTING]
+        config.hook.pytest_deselected(items=resting)
+        gone = set(resting)
+        items[:] = [item for item in items if item not in gone]
     for item in items:
         seconds[item.path] += _recorded_seconds(item, recorded, 1.0)
     files = sorted(seconds, key=lambda file: -seconds[file])
@@ -77,16 +90,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place[item.path])
 
 
-def find_resting(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
-    """Return the rotated tests of each group but the one whose turn it is."""
-    groups: dict[str, list[pytest.Item]] = {}
+def find_resting(
+    items: list[pytest.Item], turn: int, recorded: dict[tuple[str, str], float]
+) -> list[pytest.Item]:
+    """Return the tests whose turn it is not: rotated ones, and slow cases of a test function.
+
+    Args:
+      items: in an order that does not depend on the turn.
+      turn: number of this run.
+      recorded: see `read_durations`; a function whose slow cases take less than five seconds
+        together has no turns.
+    """
+    groups: dict[str, list[pytest.Item]] = {}  # rotated group, or test function
     for item in items:
         if marker := item.get_closest_marker("rotated"):
             groups.setdefault(marker.args[0], []).append(item)
+        elif item.get_closest_marker("slow") and "[" in item.nodeid:
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     resting = []
-    for group in groups.values():
+    for name, group in groups.items():
+        turns = len(group)
+        if "::" in name:
+            together = sum(_recorded_seconds(item, recorded, 60.0) for item in group)
+            turns = 1 if together < _WORTH_TURNS else min(TURNS, len(group))
         group.sort(key=lambda item: item.nodeid)
-        resting += [item for at, item in enumerate(group) if at != turn % len(group)]
+        resting += [item for at, item in enumerate(group) if at % turns != turn % turns]
     return resting
 
 
@@ -172,6 +200,7 @@ class _Reports:
         self.skips: Counter[str] = Counter()
         self.left: set[str] = set()
         self.rotated: list[str] = []
+        self.resting: dict[str, int] = {}
 
     def _skip(self, report: pytest.TestReport | pytest.CollectReport, found: Counter) -> None:
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -208,6 +237,10 @@ class _Reports:
         if report.skipped:
             self._skip(report, self.files.setdefault(Path(report.nodeid).name, Counter()))
 
+    @pytest.hookimpl(optionalhook=True)  # of xdist, whose workers collect: each the same
+    def pytest_testnodedown(self, node) -> None:
+        self.resting = getattr(node, "workeroutput", {}).get("resting", self.resting)
+
     def forbidden(self) -> list[str]:
         """Return the reasons that no list allows; PyTorch's peers are for Python 3.11 alone."""
         if not self.config.option.strict_skips or sys.version_info >= (3, 12):
@@ -222,6 +255,9 @@ class _Reports:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.forbidden():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self.resting = self.config.stash.get(_RESTING, self.resting)
+        for file, count in self.resting.items():
+            self.files.setdefault(file, Counter())["resting"] += count
         if self.config.option.report:
             functions = [
                 {"file": file, "test": name, **found} for (file, name), found in self.tests.items()
@@ -238,6 +274,11 @@ class _Reports:
         if self.rotated:
             terminalreporter.section("run in turn, one of a group at each number of commits")
             terminalreporter.write_line("\n".join(sorted(self.rotated)))
+        if self.resting:
+            terminalreporter.section("resting until their turn (--every-case runs them)")
+            terminalreporter.write_line(
+                " ".join(f"{file} {count}" for file, count in sorted(self.resting.items()))
+            )
         if self.left:
             terminalreporter.section("no time left for the tests of")
             terminalreporter.write_line(" ".join(sorted(self.left)))

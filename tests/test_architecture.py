@@ -322,6 +322,8 @@ SMALL = (
 )  # fmt: skip
 
 
+# Trains in a process of its own.
+@pytest.mark.slow
 def test_the_command_imports_what_a_run_uses(tmp_path):
     """`jaxtrain train gpt_quickstart`, from its options to the sample after the last step."""
     program = """

@@ -35,6 +35,8 @@ def tiny(monkeypatch):
         monkeypatch.setitem(optimizers.TASKS, task, TINY)
 
 
+# Trains; the choice of rates is in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["sam", "schedule_free"])
 def test_a_training_at_a_rate_is_the_runs(rule):
     config = TINY.of(rule)

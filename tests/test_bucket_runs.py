@@ -225,6 +225,8 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_used(gcs, copie
     assert "first/checkpoints/4/manifest.json" in gcs.names("copy")
 
 
+# Several runs; tests/test_checkpoint_killed.py kills saves on a disk in the fast part.
+@pytest.mark.slow
 def test_what_a_killed_save_left_is_removed(gcs, copied, local):
     del gcs.buckets["copy"]["first/checkpoints/4/manifest.json"]
     config = load_config(local / "config.gin")

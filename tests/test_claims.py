@@ -43,12 +43,12 @@ def test_every_claim_has_files():
 def test_the_table_adds_up_by_claim():
     reports = [
         {"files": {"test_step.py": {"passed": 3, "seconds": 2.0}, "test_loss.py": {"failed": 1}}},
-        {"files": {"test_step.py": {"passed": 4, "not run": 2, "seconds": 5.0}}},
+        {"files": {"test_step.py": {"passed": 4, "not run": 2, "resting": 1, "seconds": 5}}},
     ]
     rows = {line[:24].strip(): line[24:].split() for line in table(reports).splitlines()[1:]}
-    assert rows["parallelism"] == ["7", "0", "0", "2", "7"]
-    assert rows["numerics"] == ["0", "1", "0", "0", "0"]
-    assert rows["all"] == ["7", "1", "0", "2", "7"]
+    assert rows["parallelism"] == ["7", "0", "0", "2", "1", "7"]
+    assert rows["numerics"] == ["0", "1", "0", "0", "0", "0"]
+    assert rows["all"] == ["7", "1", "0", "2", "1", "7"]
 
 
 def test_no_test_takes_so_long_that_a_busy_machine_would_end_it():
@@ -88,14 +88,29 @@ def test_a_skipped_peer_fails_a_strict_run(run_suite):
     assert "FAILED: a test may not be skipped for: could not import 'a_package_of" in printed
 
 
+# Starts pytest three times.
+@pytest.mark.slow
+def test_cases_that_rest_are_counted(run_suite):
+    status, printed, report = run_suite("-m", "slow", "--first", "4")
+    assert (status, report["files"]["test_little.py"]["resting"]) == (0, 1)
+    assert "test_little.py 1" in printed.partition("resting until their turn")[2]
+    status, _, with_workers = run_suite("-m", "slow", "--first", "4", "-n", "2")
+    assert (status, with_workers["files"]["test_little.py"]["resting"]) == (0, 1)
+    for everything in ("--every-case", "test_little.py"):
+        status, printed, _ = run_suite("-m", "slow", everything)
+        assert status == 1
+        assert "1 failed, 1 passed" in printed
+
+
 # Starts pytest twice.
 @pytest.mark.slow
 def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
-    status, printed, report = run_suite("-m", "slow", "--until", str(time.time() + 30))
+    late = ("--every-case", "--until")
+    status, printed, report = run_suite("-m", "slow", *late, str(time.time() + 30))
     assert status == 0  # a test without a record counts as a minute
     assert report["files"]["test_little.py"]["not run"] == 2
     assert "no time left for the tests of" in printed
-    status, _, report = run_suite("-m", "slow", "--until", str(time.time() + 3600))
+    status, _, report = run_suite("-m", "slow", *late, str(time.time() + 3600))
     assert status == 1
     assert (
         report["files"]["test_little.py"]["passed"],
@@ -103,17 +118,40 @@ def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
     ) == (1, 1)
 
 
-def test_every_rotated_test_has_its_turn():
-    def item(name, *groups):
-        marker = pytest.mark.rotated(*groups).mark if groups else None
-        return SimpleNamespace(nodeid=name, get_closest_marker=lambda _: marker)
+def make_item(name, **markers):
+    """What the plugin asks of a test; markers by name, with their arguments."""
+    path = Path(name.partition("::")[0])
+    marks = {key: getattr(pytest.mark, key)(*given).mark for key, given in markers.items()}
+    return SimpleNamespace(nodeid=name, path=path, get_closest_marker=marks.get)
 
-    items = [item("a", "one"), item("b"), item("c", "one"), item("d", "two"), item("e", "one")]
+
+def test_every_rotated_test_has_its_turn():
+    names = ("a", "c", "d", "e")
+    items = [make_item(name, rotated=["two" if name == "d" else "one"]) for name in names]
+    items.insert(1, make_item("b"))
     run = [
-        "".join(one.nodeid for one in items if one not in find_resting(items, turn))
+        "".join(one.nodeid for one in items if one not in find_resting(items, turn, {}))
         for turn in (6, 7, 8, 9)
     ]
     assert run == ["abd", "bcd", "bde", "abd"]
+
+
+def test_every_slow_case_runs_once_in_three_turns():
+    """Of two cases each second time; a cheap function, a fast case and a single test each time."""
+    slow = [f"test_a.py::test_long[{case}]" for case in range(7)]
+    pair = [f"test_a.py::test_pair[{case}]" for case in range(2)]
+    cheap = [f"test_a.py::test_cheap[{case}]" for case in range(2)]
+    always = ["test_a.py::test_long[fast]", "test_a.py::test_one", *cheap]
+    items = [make_item(name, slow=[]) for name in (*slow, *pair, *cheap, always[1])]
+    items.append(make_item(always[0]))
+    recorded = {("test_a.py", "test_cheap"): 2.0, ("test_a.py", "test_long"): 1.0}
+    run = []
+    for turn in (4, 5, 6):
+        resting = find_resting(items, turn, recorded)
+        run.append({item.nodeid for item in items if item not in resting})
+    assert all(ran >= set(always) for ran in run)
+    assert sorted(name for ran in run for name in ran if name in slow) == slow
+    assert [sorted(ran & set(pair)) for ran in run] == [[pair[0]], [pair[1]], [pair[0]]]
 
 
 # Starts pytest twice.

@@ -84,14 +84,14 @@ def test_train_prints_what_a_run_shows(finished):
     }  # fmt: skip
 
 
+@pytest.mark.slow  # two runs; tests/test_train.py resumes one in the fast part
 def test_the_command_printed_at_the_end_goes_on(finished, tmp_path, capsys, monkeypatch):
     shutil.copytree(finished[0], tmp_path / "runs" / "tiny")
     monkeypatch.chdir(tmp_path)
     printed = re.search(r"To continue: .*jaxtrain (train .*)", finished[1])
     assert main(shlex.split(printed.group(1))) == 0
     out = capsys.readouterr().out
-    assert "Resuming from the checkpoint of step 4" in out
-    assert "step 8/8" in out
+    assert re.search(r"Resuming from the checkpoint of step 4\b(.|\n)*\bstep 8/8", out)
     workdir = tmp_path / "runs" / "tiny"
     steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, 9))
@@ -237,6 +237,7 @@ def test_a_step_s_checkpoint_is_evaluated_sampled_and_inspected(finished, capsys
         assert capsys.readouterr().err == f"jaxtrain: {told}is 4\n"
 
 
+@pytest.mark.slow  # a run of its own; a step's checkpoint is evaluated in the fast part
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_eval_of_a_diverged_run_is_json_like_the_run_s_own_line(tiny_config, tmp_path, capsys):
     diverged = ["Train.steps = 1", "Optimizer.name = 'sgd'", "Optimizer.learning_rate = 3000.0",

@@ -159,6 +159,8 @@ SENT = {
 }  # fmt: skip
 
 
+# A TPU program; losses and gradients are in the fast part.
+@pytest.mark.slow
 @pytest.mark.slow_cases("in stages")
 @needs_libtpu
 @pytest.mark.parametrize("case", SENT)

@@ -38,8 +38,8 @@ def test_this_version_has_written_its_own():
     assert project["version"] in VERSIONS
 
 
-# Each version and each mesh stays in the fast part.
-@pytest.mark.slow_cases("0.1.0-mesh0", "0.1.0-mesh1", "0.2.0-mesh0")
+# Several runs; tests/test_resume.py has every layout in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [["Mesh.fsdp=2", "Mesh.data=4"], ["Mesh.fsdp=4", "Mesh.tensor=2"]])
 def test_a_run_is_evaluated_and_resumed_on_any_mesh(written, mesh):
     workdir = written / "gpt"

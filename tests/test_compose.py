@@ -67,6 +67,8 @@ def plain(tiny_config) -> str:
 
 
 # The cases that are left run the same code.
+# Either transform runs the same code.
+@pytest.mark.slow_cases("estimate_curvature")
 @pytest.mark.slow_cases(
     "offload_to_host",
     "minimize_sharpness",

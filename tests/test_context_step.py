@@ -100,6 +100,8 @@ def test_a_step_gathers_no_activations_over_context(method: str) -> None:
     assert kinds - {"all-gather"} == {"all-reduce", moved}
 
 
+# Two models generate; tests/test_generate.py has a mesh in the fast part.
+@pytest.mark.slow
 def test_generation_does_not_split_its_tokens() -> None:
     sampling, prompts = Sampling(temperature=0), [[1, 2, 3]]
     drawn = []

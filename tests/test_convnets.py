@@ -206,10 +206,9 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "lenet" else pytest.mark.slow) for n in TRAINED],
-)
+# Trains; outputs and gradients are in the fast part.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
 def test_thirty_steps_have_the_losses_and_statistics_of_torch(name):
     torch = pytest.importorskip("torch")
     sizes, side, (pixels, wide), rate = TRAINED[name]

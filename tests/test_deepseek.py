@@ -248,6 +248,9 @@ SMALL = dataclasses.replace(SHAPES["v3"], balance_weight=0.01, predicted_tokens=
 ALONE = dataclasses.replace(SMALL, predicted_tokens=1)
 
 
+# Compiles two large steps; logits and gradients are in the fast part, tests/test_mixtral.py has
+# experts on a mesh.
+@pytest.mark.slow
 def test_a_mesh_computes_the_same_and_moves_the_biases_alike():
     program = program_of(ALONE, make_layout(data=2, tensor=2, expert=2))
     expected = evaluate(program_of(ALONE, make_layout()), BATCH)

@@ -127,6 +127,8 @@ def run(folder, tmp_path_factory):
     return second, told, workdir
 
 
+# Two runs; tests/test_distillation.py has two models in a run in the fast part.
+@pytest.mark.slow
 def test_ten_steps_are_pytorch_s_over_a_restart(folder, run):
     trainer, told, _ = run
     steps, heldout = theirs(folder)
@@ -143,6 +145,8 @@ def test_ten_steps_are_pytorch_s_over_a_restart(folder, run):
     assert "eval_perplexity" not in told
 
 
+# The run of the test before.
+@pytest.mark.slow
 def test_the_reference_of_a_run_is_asked_for_and_looked_at(folder, run):
     _, _, workdir = run
     file, config = workdir / FILE, config_of(folder)

@@ -208,6 +208,9 @@ def test_a_host_with_another_command_is_sent_away(three):
     three.ends("abc", 0)
 
 
+# A search for each number of devices; tests/test_elastic_layouts.py chooses among layouts in the
+# fast part.
+@pytest.mark.slow
 def test_the_layouts_of_a_configuration():
     train = {"config": "gpt_quickstart", "allow_imports": False}
     train["bindings"] = ["Mesh.tensor=2", "Mesh.fsdp=2", "Mesh.simulated_devices=4"]

@@ -247,13 +247,10 @@ def test_dropout_of_both_stacks_is_on_every_pair_of_axes():
     assert all(sizes.dropout > 0 for sizes in ON_MESH.values())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "zero1_blocked",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in MESHES if case != "zero1_blocked"),
-    ],
-)
+# Compiles for a mesh with dropout; tests/test_verify.py and test_parity_matrix.py have meshes in
+# the fast part.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MESHES)
 def test_every_mesh_computes_and_drops_the_same(case, one_device):
     (batch, expected), (name, layout, changes) = one_device, MESHES[case]
     program = make_step(ON_MESH[name], make_layout(**layout), **changes)
@@ -261,6 +258,8 @@ def test_every_mesh_computes_and_drops_the_same(case, one_device):
     assert_equal(evaluate(program, batch, alone), alone)
 
 
+# Gradients are PyTorch's in the fast part, with padding.
+@pytest.mark.slow
 def test_padding_and_what_follows_change_no_logit():
     """Of a pair whose rows are longer, and of targets whose later tokens are others."""
     sizes, rng = ON_MESH["t5"], np.random.default_rng(0)
@@ -282,6 +281,8 @@ def test_padding_and_what_follows_change_no_logit():
     assert np.abs(logits(pair(other, target, (7, 5), 0)) - short).max() > 1e-3
 
 
+# Decodes row by row; tests/test_pair_runs.py counts exact matches of a run.
+@pytest.mark.slow
 def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
     """Against NumPy on the logits; the mean is over rows, in evaluation too."""
     sizes = ON_MESH["transformer"]

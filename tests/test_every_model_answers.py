@@ -172,6 +172,10 @@ def test_logits_of_tokens_are_those_of_the_layers(name):
     assert np.ptp(found) > 1e-3
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases(
+    "ViT",
+)
 @pytest.mark.parametrize("name", by_cost(of_kind("images", "vectors")))
 def test_predictions_are_the_model_s_answers(name):
     trainer, batch = trainer_of(name), heldout(name)

@@ -261,6 +261,8 @@ def test_mixing_keeps_the_mean_and_contracts_by_the_second_eigenvalue(replicas):
     assert spread(mixed[1]) <= largest * spread(start[1]) + 1e-6
 
 
+# Three programs; DiLoCo's average is in the fast part.
+@pytest.mark.slow
 def test_gossip_is_a_step_alone_then_the_mean_with_both_neighbours():
     program = program_on({"data": 4, "fsdp": 2}, Exchange(method="gossip"))
     state, _ = run(program, BATCHES[:1])

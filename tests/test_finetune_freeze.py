@@ -63,6 +63,8 @@ MESHES = {
 QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 
 
+# Two programs; a run with frozen weights is PyTorch's in the fast part.
+@pytest.mark.slow
 @pytest.mark.slow_cases("zero bubble, residuals")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
@@ -213,6 +215,8 @@ def test_another_run_starts_from_it_with_all_its_parameters(frozen_run, tiny_con
         np.testing.assert_array_equal(value, trainer.weights()[name])
 
 
+# Two runs; one with frozen weights is PyTorch's in the fast part.
+@pytest.mark.slow
 def test_weights_are_set_trained_or_not_and_the_table_tells_which(frozen_run):
     _, trainer = frozen_run
     weights = {name: value + 1 for name, value in trainer.weights().items()}

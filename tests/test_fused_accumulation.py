@@ -137,6 +137,8 @@ CASES = {
 }
 
 
+# The mesh runs the same code.
+@pytest.mark.slow_cases("one device")
 @pytest.mark.slow_cases("data", "local", "experts", "context", "zero 2", "masters")
 @pytest.mark.parametrize(
     "name",

@@ -182,6 +182,8 @@ def test_other_lengths_numbers_and_settings_of_a_bucket_compile_nothing(caplog):
     assert any("prefill" in line for line in caplog.messages)
 
 
+# Two models; padded rows are in the fast part.
+@pytest.mark.slow
 def test_experts_with_a_capacity_see_no_padding():
     """Padding would take slots: prompts of one length go together, unpadded."""
     sizes = Mixtral(
@@ -220,6 +222,8 @@ def test_generation_on_a_mesh_equals_one_device():
     np.testing.assert_allclose(told[2], told[0], atol=1e-4)
 
 
+# Generation on a mesh is in the fast part in float32.
+@pytest.mark.slow
 def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
     """The default's: XLA's CPU compiler aborts the process over some bfloat16 sums on meshes."""
     sizes, found = SIZES["llama"], []

@@ -209,6 +209,8 @@ def test_the_tokenizer_gives_the_same_ids(file, tokenizer):
     assert settings["eos_token"] == "<|im_end|>"
 
 
+# Writes a model and generates; what is read is compared in the fast part.
+@pytest.mark.slow
 def test_an_imported_file_is_a_run_with_its_tokenizer(file, tmp_path, capsys):
     workdir, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("the cat sat there\n" * 200)

@@ -57,6 +57,8 @@ def drawn(case: str, dtype: str) -> tuple[jax.Array, ...]:
     return x, w, jnp.asarray(sizes, jnp.int32), g
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("none-float32-1e-05-triton")
 @pytest.mark.slow_cases(
     "some_left-float32-1e-05-tiles",
     "whole_tiles-float32-1e-05-tiles",

@@ -117,6 +117,8 @@ def test_what_lies_beside_the_weights_comes_along_and_nothing_else(run, source):
     assert config.train.start_from == str(source)
 
 
+# A run; what an import writes is in the fast part.
+@pytest.mark.slow
 def test_it_evaluates_and_generates_as_any_run(run, capsys):
     assert main(["eval", "--workdir", str(run)]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -267,6 +269,8 @@ def test_from_huggingface_starts_with_the_folders_parameters(source, tmp_path):
     assert (tmp_path / "out" / "generation_config.json").exists()
 
 
+# Two runs; digests of files are in the fast part.
+@pytest.mark.slow
 def test_a_checkpoint_names_what_it_came_from_through_restart_export_and_import(
     run, source, tmp_path, capsys
 ):

@@ -328,6 +328,8 @@ def test_the_tpu_compiler_multiplies_int8(compiled_step):
     assert sum(n for kinds, n in found.items() if kinds[:2] == ("bf16", "bf16")) == layer + 3
 
 
+# A TPU program; products on meshes are in the fast part.
+@pytest.mark.slow
 @needs_libtpu
 def test_sums_of_activations_go_from_device_to_device_in_bfloat16(compiled_step):
     """As many as without int8, and beside them the rows' largest elements."""

@@ -131,6 +131,8 @@ def test_a_damaged_local_file_is_not_used(run, undisturbed, monkeypatch):
     assert (bits(trainer), run.losses()) == undisturbed
 
 
+# Three starts of a run; a damaged file sends a run to that folder in the fast part.
+@pytest.mark.slow
 def test_a_newer_checkpoint_in_the_runs_folder_is_used(run, undisturbed, monkeypatch):
     run.start(monkeypatch, crash=8)
     damage(run, 6)
@@ -140,6 +142,8 @@ def test_a_newer_checkpoint_in_the_runs_folder_is_used(run, undisturbed, monkeyp
     assert (bits(trainer), run.losses()) == undisturbed
 
 
+# Three starts of a run; a damaged file is in the fast part.
+@pytest.mark.slow
 def test_a_wiped_directory_costs_the_steps_since_the_last_save(run, undisturbed, monkeypatch):
     run.start(monkeypatch, crash=9)
     for path in run.local.rglob("manifest.json"):
@@ -149,6 +153,8 @@ def test_a_wiped_directory_costs_the_steps_since_the_last_save(run, undisturbed,
     assert (bits(trainer), run.losses()) == undisturbed
 
 
+# Three starts of a run; a damaged local file is in the fast part.
+@pytest.mark.slow
 def test_a_local_checkpoint_stands_in_for_a_damaged_one(run, undisturbed, monkeypatch):
     """Of a step that is saved in both, and where no other is left in the run's folder."""
     run.start(monkeypatch, "Train.save_every=9", crash=10)

@@ -212,6 +212,8 @@ def test_ten_steps_equal_the_formula_in_pytorch(theirs, ours, tmp_path):
         np.testing.assert_allclose(value, trained[name].detach(), rtol=0, atol=1e-4, err_msg=name)
 
 
+# Two models; ten steps of adapters are in the fast part.
+@pytest.mark.slow
 def test_the_merged_model_says_what_the_adapted_one_says(ours, tmp_path):
     """Through transformers: its logits of the exported, merged weights."""
     import torch  # noqa: PLC0415

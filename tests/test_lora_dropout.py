@@ -41,6 +41,8 @@ class Given(torch.nn.Module):
         return x * torch.tensor(np.array(made)).reshape(x.shape)
 
 
+# Trains with PEFT; tests/test_lora.py has ten steps without dropout in the fast part.
+@pytest.mark.slow
 def test_steps_are_peft_s_with_the_same_draws(tmp_path):
     theirs = peer("llama", tmp_path, use_dora=False)
     ours = trainer_of(
@@ -109,7 +111,7 @@ def one_device():
     return evaluate(program_on(make_layout()), BATCH)
 
 
-# tests/test_encoder_decoder.py has dropout on a mesh in the fast part.
+# tests/test_vector_models.py has dropout on a mesh in the fast part.
 @pytest.mark.slow
 @pytest.mark.parametrize("collective_matmul", [False, True])
 def test_any_mesh_and_accumulation_drop_the_same(collective_matmul):

@@ -153,6 +153,8 @@ def test_a_state_carried_token_by_token_equals_the_whole_text() -> None:
     )
 
 
+# Gradients on a mesh are in the fast part, and tests/test_generate.py generates on one.
+@pytest.mark.slow
 def test_generation_on_a_mesh_equals_one_device() -> None:
     texts = []
     for layout in (make_layout(), make_layout(3, data=2, fsdp=4)):
@@ -166,6 +168,8 @@ def test_generation_on_a_mesh_equals_one_device() -> None:
     assert texts[0] == texts[1]
 
 
+# Trains; gradients are in the fast part, and tests/test_generate.py generates.
+@pytest.mark.slow
 def test_it_trains_and_generates(tiny_config, tmp_path, capsys) -> None:
     text = tiny_config.read_text().replace("@GPT()", "@LSTM()").replace("GPT.", "LSTM.")
     text = text.replace("LSTM.num_heads = 4\n", "").replace("Mesh.tensor = 2\n", "")

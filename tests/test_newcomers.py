@@ -93,6 +93,8 @@ def test_the_settings_that_are_printed_are_those_that_make_the_run(name):
     assert len(text.splitlines()) < len(whole) / 2
 
 
+# Two runs; which settings are printed is in the fast part.
+@pytest.mark.slow
 def test_a_start_prints_what_differs_and_all_when_asked(tiny_config, tmp_path, capsys):
     words = ["train", str(tiny_config), "-b", "Train.steps=1", "--workdir", str(tmp_path / "run")]
     assert main(words) == 0

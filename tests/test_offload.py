@@ -241,7 +241,7 @@ def config_of(tiny_config: Path, steps: int, offload: Offload, **bindings: Any) 
     )
 
 
-# Three runs; tests/test_compatibility.py resumes on other layouts in the fast part.
+# Three runs; tests/test_resume.py goes on from other layouts in the fast part.
 @pytest.mark.slow
 def test_a_run_goes_on_with_and_without(tiny_config, tmp_path):
     """Two steps with, two more without: bits as they were saved, and the losses of one run."""

@@ -173,6 +173,8 @@ def test_estimates_and_steps_on_a_mesh_are_those_of_one_device(sizes, one_device
             )
 
 
+# Three compiled steps; the estimates themselves are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [pytest.param(SophiaH(every=2), marks=pytest.mark.slow), SophiaG(every=2)],
@@ -205,6 +207,8 @@ def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
     assert changed == [True, False, True, False]
 
 
+# Two compiled steps; tests/test_finetune_freeze.py has frozen parameters in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [pytest.param(SophiaH(), marks=pytest.mark.slow), SophiaG()],

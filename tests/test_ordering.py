@@ -60,6 +60,11 @@ def _unordered_in(module: Module, computation: Computation) -> list[tuple[str, s
     ]
 
 
+# One branch runs the same code.
+@pytest.mark.slow_cases(
+    "sophia_g",
+    "soap",
+)
 @pytest.mark.parametrize("name", ["streaming+tensor", "sophia_g", "soap"])
 def test_a_branch_s_collectives_are_in_order_with_all_others(name):
     config = config_of(merge(*name.split("+")))

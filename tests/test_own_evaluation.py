@@ -86,6 +86,8 @@ def greedy(trainer: Trainer, tokens: list[int], count: int) -> list[int]:
     return drawn
 
 
+# Trains; targets of one's own batches are counted in the fast part.
+@pytest.mark.slow
 def test_token_ids_go_on_as_the_logits_say(trainer):
     prompt = [72, 101, 0, 255]
     found = trainer.generate(prompt, max_new_tokens=4, temperature=0.0)

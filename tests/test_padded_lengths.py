@@ -120,6 +120,8 @@ def config(corpus, *more):
     )  # fmt: skip
 
 
+# A run of several programs; losses of padded batches are in the fast part.
+@pytest.mark.slow
 def test_a_run_compiles_each_length_at_its_start_and_none_later(corpus):
     trainer = Trainer(config(corpus), workdir=None)
     assert "16: " in trainer.dataset.facts["rows_by_length"]

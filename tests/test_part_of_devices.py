@@ -10,6 +10,8 @@ from jaxtrain.config.errors import UserError
 ONE = ["Mesh.data=1", "Mesh.fsdp=1", "Mesh.tensor=1"]
 
 
+# Trains and evaluates on three meshes; which devices are refused is in the fast part.
+@pytest.mark.slow
 def test_one_device_and_four_train_side_by_side_as_eight_do(tiny_config, devices):
     """Each step is the same on every mesh: the losses are, and what is evaluated after them."""
     four = ["Mesh.data=1"]

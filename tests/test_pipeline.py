@@ -174,6 +174,8 @@ def test_accumulation_remat_and_a_chunked_loss_work_inside_a_stage():
     assert_equal(evaluate(program, BATCH), expected)
 
 
+# Four programs; gradients of the same stages are in the fast part.
+@pytest.mark.slow
 def test_evaluation_and_generation_equal_one_device():
     model = gpt(5)
     pipelined = make_step(
@@ -209,6 +211,8 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
     return lower_step(program, batch).compile().memory_analysis().temp_size_in_bytes
 
 
+# Four programs; tests/test_pipeline_buffers.py has the buffers of schedules in the fast part.
+@pytest.mark.slow
 def test_1f1b_keeps_few_microbatches_alive_and_gpipe_keeps_all():
     # Doubled past the 7 alive on 4 ranks: with 1F1B only the tokens grow, with GPipe every stage
     # keeps the input [2, T, D] of each further microbatch.
@@ -258,6 +262,8 @@ def test_layers_are_dealt_out_by_cost_and_all_are_there():
     assert len(program.setup.layer_order) == 8
 
 
+# Two programs; gradients of other stages are in the fast part.
+@pytest.mark.slow
 def test_gradients_of_padding_stay_zero():
     program = make_step(gpt(5), make_layout(pipe=2), pipeline=Pipeline(microbatches=2))
     state = program.create(seed=0)

@@ -335,6 +335,8 @@ def test_axes_over_slices_and_hosts_are_slow():
     assert over_hosts(sizes, 1) == {"data", "fsdp", "tensor"}
 
 
+# Compiles a step; texts of compiled steps are in the fast part.
+@pytest.mark.slow
 @needs_libtpu
 def test_a_sharding_without_need_is_found_in_a_compiled_step(monkeypatch):
     """Between two parts of the model every device is given the whole batch, and drops it again."""

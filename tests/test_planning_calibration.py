@@ -85,6 +85,8 @@ def test_another_layout_is_scaled_in_all_its_parts(name):
         assert getattr(plain, name) > 0
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("llama_1b-dense")
 @pytest.mark.parametrize(("name", "kind"), [
     ("gpt2_124m", "dense"), ("llama_1b", "dense"), ("mixtral_8x7b", "Mixtral"),
 ])  # fmt: skip
@@ -103,6 +105,8 @@ def test_fractions_of_the_step_sum_to_one():
 
 
 # The cases that are left run the same code.
+# A whole search; tests/test_planning_search.py has bounds of searches in the fast part.
+@pytest.mark.slow
 @pytest.mark.slow_cases("5.0")
 @pytest.mark.parametrize("factor", [0.7, 5.0])
 def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monkeypatch):

@@ -164,6 +164,8 @@ def test_a_kernel_that_skips_does_the_scores_that_are_counted_for_mfu():
     assert score_fraction(config) < 0.5 * full.visible_share(length)
 
 
+# Compiles two steps; closed forms are compared with traced steps in the fast part.
+@pytest.mark.slow
 def test_products_of_a_loop_over_layers_are_read_in_each():
     """An encoder-decoder, whose layers are one loop's body."""
 

@@ -126,6 +126,8 @@ def test_a_plan_for_cpus_is_the_executable_that_a_run_has(tiny_config):
     json.dumps(found)
 
 
+# A TPU program; tests/test_planning_traffic.py explains another's in the fast part.
+@pytest.mark.slow
 @needs_libtpu
 def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(llama_file, tmp_path):
     config = load_config(llama_file)

@@ -179,6 +179,8 @@ def test_what_was_not_taken_is_counted():
     assert any("Llama.num_heads=12 does not divide" in reason for reason in refused), refused
 
 
+# A whole search; the ranking of another is in the fast part.
+@pytest.mark.slow
 def test_nothing_fits():
     config = load_config("llama_8b", KERNEL)
     with pytest.raises(UserError, match=r"none of \d+ layouts fits into 1 x 15.8 GiB"):
@@ -250,6 +252,18 @@ def test_sums_of_layers_of_other_shapes_are_the_compilers():
     assert compiled == pytest.approx(expected, rel=0.02)
 
 
+# The largest of each model are left.
+@pytest.mark.slow_cases(
+    "gpt2_124m-1-3",
+    "gpt2_124m-2-1",
+    "mixtral_tiny-1-1",
+    "mixtral_tiny-2-3",
+    "resnet_digits-1-3",
+    "resnet_digits-2-1",
+    "gpt2_124m-1-1",
+    "mixtral_tiny-1-3",
+    "resnet_digits-1-1",
+)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ["gpt2_124m", "mixtral_tiny", "resnet_digits"])
@@ -277,6 +291,13 @@ SIZES = {
 
 
 # Slots of experts are counted along whole rows: `context` goes with no capacity.
+# Each kind of mesh is left.
+@pytest.mark.slow_cases(
+    "None-tensor-full",
+    "None-context-full",
+    "1.25-tensor-none",
+    "1.25-pipeline-none",
+)
 @pytest.mark.slow_cases(
     "None-tensor-none",
     "None-expert-full",

@@ -86,6 +86,8 @@ def test_the_best_of_each_kind_is_the_one_that_pricing_everything_finds(found, m
     assert len(few) >= 3
 
 
+# A whole search; tests/test_planning_search.py has others in the fast part.
+@pytest.mark.slow
 def test_each_mesh_is_shown_once_and_each_kind_at_its_best(found):
     shown = found.shown
     meshes = [tuple(one.mesh.values()) for one in shown]
@@ -108,6 +110,8 @@ def test_where_there_is_one_mesh_alone_its_layouts_are_shown():
     assert 1 < len(one.shown) <= SHOWN
 
 
+# Reads the same search.
+@pytest.mark.slow
 def test_the_best_that_does_not_fit_would_with_what_it_lacks(found):
     """Given the bytes that it lacks it fits, and with one less it does not; and a search with that
     memory finds none faster."""
@@ -125,6 +129,8 @@ def test_the_best_that_does_not_fit_would_with_what_it_lacks(found):
     assert (saved["over_bytes"], saved["fits"]) == (unfit.over, False)
 
 
+# Reads the same search.
+@pytest.mark.slow
 def test_a_search_ends_with_the_first_that_is_fast_enough(found):
     fastest = min(one.price.seconds for one in found.candidates)
     early = search(mixture(), machine(), enough=1.2 * fastest)
@@ -134,6 +140,8 @@ def test_a_search_ends_with_the_first_that_is_fast_enough(found):
     assert fastest <= min(one.price.seconds for one in early.candidates) <= 1.2 * fastest
 
 
+# Reads the same search.
+@pytest.mark.slow
 def test_a_layout_that_lacks_more_than_a_device_has_is_not_named(found):
     """6.5 GiB are too much for 5, and out of reach for 2.5."""
     assert found.unfit.price.memory.total < NEAR * 5 * 2**30
@@ -207,6 +215,8 @@ def test_progress_is_told_on_a_terminal_alone(monkeypatch, capsys):
     assert "Search: best layouts first" in printed.out
 
 
+# Reads the same search.
+@pytest.mark.slow
 def test_progress_counts_up_to_all_layouts(found):
     told = []
     end = search(mixture(), machine(), told.append)

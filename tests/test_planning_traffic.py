@@ -382,6 +382,8 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
     return found
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("sequence parallel, learned positions, elementwise again")
 @pytest.mark.slow_cases(
     "int8 products, sequence parallel", "fsdp, tied, chunks", "pipe x fsdp, pairs",
     "local, hsdp, accumulation",

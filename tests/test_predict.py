@@ -228,6 +228,8 @@ Precision.compute = 'float32'
 """
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("Autoencoder")
 @pytest.mark.parametrize("model", ["MLP", "Autoencoder"])
 def test_numbers_are_those_that_the_evaluation_weighs(model, tmp_path, capsys):
     """Their mean squared error over all held-out vectors is `eval_loss`, by the command too."""

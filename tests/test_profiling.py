@@ -80,10 +80,14 @@ def test_a_resumed_start_is_traced_from_its_third_to_its_sixth_step(resumed):
     assert list((workdir / "profile").glob("plugins/profile/*/*.trace.json.gz"))
 
 
+# Profiles a run; tests/test_train.py compiles once in the fast part.
+@pytest.mark.slow
 def test_the_step_is_compiled_once(resumed):
     assert resumed[3] == 1
 
 
+# Reads the same profile.
+@pytest.mark.slow
 def test_the_tables_name_the_layers(resumed):
     _, out, found, _ = resumed
     layers = {(layer["scope"], layer["pass"]) for layer in found["layers"]}
@@ -96,6 +100,8 @@ def test_the_tables_name_the_layers(resumed):
         assert words in out
 
 
+# Reads the same profile.
+@pytest.mark.slow
 def test_shares_add_up_to_the_step_at_most(resumed):
     _, _, found, _ = resumed
     operations, layers = found["operations"], found["layers"]
@@ -106,6 +112,8 @@ def test_shares_add_up_to_the_step_at_most(resumed):
     assert all(one["seconds"] > 0 and one["runs"] > 0 for one in layers)
 
 
+# Reads the same profile.
+@pytest.mark.slow
 def test_flops_of_the_products_are_those_of_the_closed_form(resumed, tiny_config):
     """6 N a token, and attention in full: 12 L T D; of 8 devices each does its part."""
     _, _, found, _ = resumed

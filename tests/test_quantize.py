@@ -131,6 +131,8 @@ def trainer(peer):
     return Trainer(load_config(f"hf:{peer[0]}", mesh), devices=jax.devices()[:1])
 
 
+# Every layer of two models; scaled models are in the fast part.
+@pytest.mark.slow
 def test_what_weights_read_is_what_their_hooks_see(peer, trainer):
     tokens = rows_of(np.random.default_rng(0).integers(0, 352, 200).tolist(), 50)
     assert tokens.shape == (4, 50)

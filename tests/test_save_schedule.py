@@ -113,6 +113,8 @@ def _often(tiny_config, *more):
     return load_config(tiny_config, [*bindings, "Train.eval_every = 0", *more])
 
 
+# Two runs; the schedule alone is in the fast part.
+@pytest.mark.slow
 def test_a_run_saves_after_the_steps_that_it_reports_and_resumes(tiny_config, tmp_path):
     lines = []
     trainer = Trainer(_often(tiny_config), tmp_path / "run")

@@ -253,16 +253,9 @@ WITH_PATTERNS: dict[str, Any] = {
 }  # fmt: skip
 
 
-# The cases that are left run the same code.
-@pytest.mark.slow_cases("fixed-gpt")
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("fixed", "gpt"),
-        ("fixed", "llama"),
-        *(pytest.param(n, "llama", marks=pytest.mark.slow) for n in PATTERNS if n != "fixed"),
-    ],
-)
+# Two models; tests/test_generate.py has caches in the fast part.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "model"), [("fixed", "gpt"), *((n, "llama") for n in PATTERNS)])
 def test_with_a_cache_equals_without(name: str, model: str) -> None:
     """Padding before one of the texts, as generation has it; without a cache there is none."""
     T, prompt, padding = 17, 9, 3

@@ -57,7 +57,8 @@ def test_logits_and_every_gradient_equal_transformers(name):
     pair_of(sizes).compare(text_batch(rows=3, length=13, vocab_size=sizes.vocab_size))
 
 
-@pytest.mark.slow_cases("mamba")
+# Trains; logits and gradients are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thirty_steps_have_the_losses_of_transformers(family):
     sizes = dataclasses.replace(SHAPES[family], num_layers=1)

@@ -213,6 +213,8 @@ def test_a_store_that_another_process_made_meanwhile_stays(stored, tmp_path, mon
     assert [files(out)] == before
 
 
+# Starts Python twice; the blocks themselves are in the fast part.
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_source(tmp_path):
     """A document of 200 MB: its text alone would not fit into what is allowed."""
     line = "a line of text, as there are many in large files: they repeat themselves.\n"

@@ -150,6 +150,8 @@ BINDINGS = [
 ]  # fmt: skip
 
 
+# Starts a run three times; a run's lines in MLflow are in the fast part.
+@pytest.mark.slow
 def test_a_function_gets_each_line_that_survives_a_killed_run(tmp_path, monkeypatch):
     got, early = [], []
 

@@ -330,6 +330,8 @@ DEAR = pytest.mark.slow_cases(
 )  # fmt: skip
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("zero1")
 @DEAR
 @pytest.mark.parametrize("name", CASES)
 def test_traffic_equals_the_closed_form(name):

@@ -118,7 +118,7 @@ def stop_at(trainer: Trainer, step: int) -> None:
     trainer._stepper.train_step = signalling
 
 
-# tests/test_compatibility.py and tests/test_resume.py resume on other meshes in the fast part.
+# tests/test_resume.py goes on from other layouts in the fast part.
 @pytest.mark.slow
 def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config, tmp_path):
     _, workdir = whole
@@ -168,6 +168,8 @@ def test_another_run_in_the_same_folder_is_refused(binding, words, whole, tiny_c
     assert (workdir / "config.gin").read_text() == before
 
 
+# Two runs; a resumed one is in the fast part.
+@pytest.mark.slow
 def test_a_run_with_a_relative_source_goes_on_from_any_folder(tiny_config, tmp_path, monkeypatch):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for folder in (here, elsewhere):

@@ -115,6 +115,8 @@ def test_stop_keeps_the_last_good_checkpoint(tiny_config, tmp_path):
     assert all(np.isfinite(x).all() for x in arrays(again.state))
 
 
+# Two runs; tests/test_checkpoint_damage.py has damaged files in the fast part.
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_neither_begins_anew_nor_is_looked_at(
     tiny_config, tmp_path, capfd
 ):
@@ -189,6 +191,8 @@ REWIND = [
 ]
 
 
+# Two runs; stopping at a bad step is in the fast part.
+@pytest.mark.slow
 def test_rewind_restores_an_earlier_state_and_passes_over_the_batches(tiny_config, tmp_path):
     """Bad in step 7 (batch 6): back to step 6, on with batch 6 + 3, and a resume goes on so."""
     trainer = Trainer(load_config(tiny_config, REWIND), tmp_path)
@@ -248,6 +252,8 @@ def test_bad_records_are_left_out_up_to_the_limit(tiny_config):
         refused.train()
 
 
+# Two runs; tests/test_corruption.py has the checks in the fast part.
+@pytest.mark.slow
 def test_checks_for_corruption_change_nothing_and_find_a_flipped_bit(tiny_config):
     bindings = ["Corruption.replay_every = 3", "Corruption.compare_replicas_every = 2"]
     shown = io.StringIO()
