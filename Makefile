@@ -30,7 +30,7 @@ test: $(VENV)/compiled
 
 # The slow part, with one process a core: each comes to hold up to 9 GB. UNTIL (seconds since 1970)
 # ends it: what would end later is named and not run. It begins with file FIRST, so that other files
-# are left out the next time. Long lists of cases take three turns, by FIRST or the number of commits;
+# are left out the next time. Long lists of cases take four turns, by FIRST or the number of commits;
 # ALL=1 runs every case.
 test-slow: WORKERS = $(CORES)
 test-slow: $(VENV)/installed-dev

@@ -10,8 +10,8 @@ Options of pytest (tests/conftest.py loads this plugin):
   --every-case            run what is resting, too
 
 A run of the whole suite takes turns, N from --first or else the number of commits. Of the slow
-cases of a test function every third runs, so that after three turns each has run. Of the tests of a
-marker `rotated(group)`, which take minutes each, one runs, the N-th of its group modulo their
+cases of a test function every fourth runs, so that after four turns each has run. Of the tests of a
+marker `rotated(group)`, which take longest, one runs, the N-th of its group modulo their
 number. Where the command names a file or a test, all of it runs.
 """
 
@@ -38,7 +38,7 @@ ALLOWED_SKIPS = (
 )
 NO_TIME = "no time left in this run"
 # The slow cases of a test function run in so many turns; those that take fewer seconds in one.
-TURNS = 3
+TURNS = 4
 _WORTH_TURNS = 5.0
 DURATIONS = Path(__file__).with_name("durations.csv")
 _STARTED = pytest.StashKey[bool]()
@@ -216,7 +216,7 @@ class _Reports:
         file = Path(report.nodeid.partition("::")[0]).name
         found = self.files.setdefault(file, Counter())
         name = report.nodeid.partition("::")[2]
-        if "rotated" not in report.keywords:  # which take minutes: each has a record of its own
+        if "rotated" not in report.keywords:  # each of which has a record of its own
             name = name.partition("[")[0]
         test = self.tests.setdefault((file, name), Counter())
         compiles = dict(report.user_properties).get("compiles", 0)

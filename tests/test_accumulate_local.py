@@ -93,6 +93,7 @@ def test_the_estimate_has_whole_gradients_and_weights():
 
 @pytest.mark.slow
 @needs_libtpu
+@pytest.mark.rotated("schedules")
 def test_the_estimated_difference_is_the_compiled_one(monkeypatch):
     """Of temporary buffers, on a TPU; layouts differ in nothing else.
 

@@ -97,6 +97,7 @@ def test_resnet_50_is_that_of_pytorch(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", gpu_torch.SETTINGS)
+@pytest.mark.rotated("peers")
 def test_every_setting_of_pytorch_is_the_same_mathematics(setting: str, ours) -> None:
     folder, found = ours
     task = step_task("gpt2_124m", folder, "torch", setting)

@@ -117,6 +117,7 @@ def test_formats_are_compared_and_a_wrong_one_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("processes")
 def test_a_run_that_is_killed_goes_on():
     found = gpu_run.measure(tiny=True, seconds=40)
     assert "error" not in found, found

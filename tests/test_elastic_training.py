@@ -45,6 +45,7 @@ def kill(process):
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("processes")
 def test_a_lost_host_changes_no_loss(tmp_path):
     config = write_config(tmp_path, steps=STEPS, save_every=10)
     train = ["train", str(config), "--simulate-devices", "4"]

@@ -300,6 +300,7 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("peers")
 def test_modules_that_predict_lie_where_transformers_passes_over_them(tmp_path):
     """Behind 61 layers, as V3's: the names that `DeepseekV3ForCausalLM` leaves out by itself."""
     sizes = {

@@ -242,6 +242,7 @@ def test_places_of_shorter_stages_are_counted():
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("searches")
 def test_a_search_names_a_layout_once():
     bindings = "Train.global_batch_size = 12", "TextData.sequence_length = 16"
     found = search(config_of(MODEL, 3, *bindings), parse_target("h100:1x6"))

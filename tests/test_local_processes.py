@@ -68,6 +68,7 @@ class Hosts:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("processes")
 def test_sharded_states_survive_the_loss_of_either_disk(runs):
     hosts = Hosts(runs, "sharded", "Mesh.data = 1", "Mesh.fsdp = 4")
     train_to_the_end(runs, "sharded-unharmed", *hosts.bindings)
@@ -99,6 +100,7 @@ def test_sharded_states_survive_the_loss_of_either_disk(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("processes")
 def test_replicated_states_need_no_copies(runs):
     """Each host holds the whole state, so the other one's is as good."""
     hosts = Hosts(runs, "replicated")

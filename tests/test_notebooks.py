@@ -182,19 +182,8 @@ def test_every_notebook_has_its_own_number():
     assert len(set(numbers)) == len(numbers)
 
 
-# Those that train several models for minutes.
-LONG = ("7_from_lenet_to_vit", "8_from_rnn_to_mamba")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(one, marks=pytest.mark.rotated("notebooks") if one.stem in LONG else ())
-        for one in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_git_holds(path, tmp_path):
     package = PACKAGES.get(path.stem)
     if package is not None and importlib.util.find_spec(package) is None:

@@ -354,6 +354,7 @@ def test_a_plan_has_its_bytes_on_the_host(offload):
 
 @pytest.mark.slow
 @needs_libtpu
+@pytest.mark.rotated("schedules")
 def test_a_tpus_compiler_has_them_there_too():
     """Arguments on both sides to the byte; nothing twice on the host; one layer's state at a time
     on the device, and written while the next array is read."""

@@ -197,6 +197,7 @@ def test_a_bad_step_leaves_every_bit_of_it(tiny_config):
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("processes")
 def test_two_processes_have_files_of_their_own_shards(tiny_config, tmp_path):
     """Two steps, a checkpoint, two more: the losses of one process with its state in memory."""
     mesh = {"Mesh.data": 1, "Mesh.fsdp": 2, "Mesh.tensor": 1}
@@ -339,6 +340,7 @@ def child(where: str, room: int, workdir: Path) -> subprocess.CompletedProcess[s
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts there")
+@pytest.mark.rotated("processes")
 def test_a_state_that_does_not_fit_into_memory_is_trained(tmp_path):
     """Under a limit that the run in memory needs more than, the one on disk has its numbers up to
     rounding, saving included."""

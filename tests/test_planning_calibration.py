@@ -104,11 +104,10 @@ def test_fractions_of_the_step_sum_to_one():
     assert sum(parts[name] for name in exposed) == pytest.approx(made.exposed / made.seconds)
 
 
-# The cases that are left run the same code.
 # A whole search; tests/test_planning_search.py has bounds of searches in the fast part.
 @pytest.mark.slow
-@pytest.mark.slow_cases("5.0")
 @pytest.mark.parametrize("factor", [0.7, 5.0])
+@pytest.mark.rotated("searches")
 def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monkeypatch):
     """With a bound above its time a layout could be skipped that is the best."""
     monkeypatch.setattr(space, "POLICIES", ("none",))
@@ -134,6 +133,7 @@ def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monke
 
 # Compiles for TPUs; closed forms are scaled in the fast part.
 @pytest.mark.slow
+@pytest.mark.rotated("schedules")
 def test_the_time_of_a_compiled_schedule_is_not_scaled():
     """What was compiled then says nothing of the time: the factor is that of closed forms."""
     few = ["GPT.num_layers=1", "GPT.embed_dim=256", "GPT.num_heads=2", "GPT.vocab_size=1024"]

@@ -317,6 +317,7 @@ def test_a_pipeline_has_the_gradients_of_one_stage_beside_their_sum():
 
 @pytest.mark.slow
 @needs_libtpu
+@pytest.mark.rotated("schedules")
 def test_what_lives_of_a_pipeline_is_the_compilers(tmp_path, monkeypatch):
     """The test above has the compiler's figures of both schedules."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))

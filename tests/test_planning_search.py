@@ -181,6 +181,7 @@ def test_what_was_not_taken_is_counted():
 
 # A whole search; the ranking of another is in the fast part.
 @pytest.mark.slow
+@pytest.mark.rotated("searches")
 def test_nothing_fits():
     config = load_config("llama_8b", KERNEL)
     with pytest.raises(UserError, match=r"none of \d+ layouts fits into 1 x 15.8 GiB"):

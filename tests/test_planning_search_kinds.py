@@ -74,6 +74,7 @@ def test_the_kinds_of_a_layout_are_the_axes_that_split_the_model():
 
 # Prices every layout; the next test has the best of each kind as the search finds it.
 @pytest.mark.slow
+@pytest.mark.rotated("searches")
 def test_the_best_of_each_kind_is_the_one_that_pricing_everything_finds(found, monkeypatch):
     monkeypatch.setattr(searching, "_may_be_shown", lambda *_: True)
     everything = search(mixture(), machine())

@@ -226,6 +226,7 @@ def by_autoawq(tensors: dict[str, torch.Tensor], stem: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("peers")
 def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_path, capsys):
     few, out = tmp_path / "few", tmp_path / "awq"
     words = ["--out", str(few), "--group-size", str(GROUP), "--calibrate", str(README)]

@@ -163,6 +163,7 @@ class Supervised:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("processes")
 def test_a_killed_attempt_restarts_through_it_and_ends_as_if_never_killed(config, tmp_path):
     subprocess.run([*PROGRAM, *words_of(config, tmp_path / "unharmed")], check=True)
     run = Supervised(config, tmp_path / "run")

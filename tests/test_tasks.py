@@ -165,6 +165,7 @@ def test_a_line_that_asks_nothing_is_refused(run, tmp_path, capsys, record, word
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("peers")
 def test_every_number_is_that_of_lm_eval_on_the_same_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))

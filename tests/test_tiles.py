@@ -124,6 +124,7 @@ def of_table(found: list[Collective]) -> list[tuple[str, str]]:
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.rotated("schedules")
 def test_a_tables_gradient_is_scattered():
     """Of 32 columns a device, which the compiler would sum whole. A large tied table has two, the
     lookup's and the head's, each reduced first: scattered along fsdp, and rows of their sum are
