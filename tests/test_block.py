@@ -113,6 +113,8 @@ class Mixed:
         return build(self.block, key)
 
 
+# Two programs; the block's outputs are in the fast part.
+@pytest.mark.slow
 def test_another_block_trains_on_a_mesh_as_on_one_device():
     batch = text_batch(rows=8, length=16, vocab_size=48)
     expected = evaluate(make_step(Mixed(), make_layout()), batch)

@@ -551,6 +551,8 @@ lock.release()
 """
 
 
+# Starts Python; each request is in the fast part.
+@pytest.mark.slow
 def test_a_supervisor_follows_a_run_in_a_bucket(gcs):
     said = []
     settings = Supervision(max_restarts_without_progress=1, backoff_seconds=0.0)

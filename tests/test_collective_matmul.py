@@ -161,7 +161,6 @@ SENT = {
 
 # A TPU program; losses and gradients are in the fast part.
 @pytest.mark.slow
-@pytest.mark.slow_cases("in stages")
 @needs_libtpu
 @pytest.mark.parametrize("case", SENT)
 def test_what_goes_around_is_the_closed_form(case):

@@ -278,6 +278,8 @@ def test_the_loss_of_mixed_labels_is_torchs_of_their_probabilities(smoothing):
     np.testing.assert_allclose(sums["accuracy"], right, rtol=1e-5)
 
 
+# A run; mixed images are in the fast part.
+@pytest.mark.slow
 def test_a_run_trains_and_is_evaluated_on_mixed_images():
     config = load_config(
         "vit_digits",

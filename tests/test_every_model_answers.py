@@ -173,9 +173,7 @@ def test_logits_of_tokens_are_those_of_the_layers(name):
 
 
 # The cases that are left run the same code.
-@pytest.mark.slow_cases(
-    "ViT",
-)
+@pytest.mark.slow_cases("ViT")
 @pytest.mark.parametrize("name", by_cost(of_kind("images", "vectors")))
 def test_predictions_are_the_model_s_answers(name):
     trainer, batch = trainer_of(name), heldout(name)
@@ -254,6 +252,12 @@ def test_what_reads_no_text_writes_none(name):
         trainer_of(name).generate("a")
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases(
+    "Autoencoder",
+    "LSTM",
+    "ViT",
+)
 @pytest.mark.parametrize("name", by_cost(MODELS))
 def test_plans_count_the_parameters_that_are_there(name):
     found = plan(config_of(name), "h100:1x1", compile=False)

@@ -115,7 +115,8 @@ def test_a_vote_that_is_not_finite_is_seen():
     np.testing.assert_array_equal(np.isnan(told[0]), [i in (3, 5) for i in range(9)])
 
 
-@pytest.mark.slow_cases("positions")
+# Compiles a step; delayed gradients are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name", "read"),
     [

@@ -48,6 +48,8 @@ def assert_writes_alike(run, out, model, tokenizer) -> None:
     assert answer.tokens == expected
 
 
+# A run; other exports are in the fast part.
+@pytest.mark.slow
 def test_a_run_of_bytes(tmp_path):
     run, out, model, tokenizer = exported(tmp_path)
     for text in TEXTS:

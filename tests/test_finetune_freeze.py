@@ -65,7 +65,6 @@ QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 
 # Two programs; a run with frozen weights is PyTorch's in the fast part.
 @pytest.mark.slow
-@pytest.mark.slow_cases("zero bubble, residuals")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
 )

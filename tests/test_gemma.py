@@ -100,7 +100,6 @@ def test_logits_and_every_gradient_equal_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_cases("gemma", "gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thirty_steps_have_the_losses_of_transformers(family):
     sizes = SHAPES[family]

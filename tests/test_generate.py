@@ -96,7 +96,8 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
 
 
 # Other caches, the same loop over layers.
-@pytest.mark.slow_cases("mamba", "lstm")
+# Two models; answers with a cache are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mamba", "lstm"])
 def test_one_cpu_decodes_without_a_loop_over_layers_to_equal_answers(name, monkeypatch):
     """Deeper models keep the loop; the cache that comes out is stacked in both."""

@@ -170,6 +170,8 @@ def test_padded_rows_are_in_no_weight_and_in_no_answer(devices):
     assert any("GPT.vocab_size=257 does not divide" in note for note in notes(config, over.layout))
 
 
+# Compiles a step; gradients of a padded vocabulary are in the fast part.
+@pytest.mark.slow
 @needs_libtpu
 def test_what_a_padded_vocabulary_moves_is_the_textbook_s():
     model = dataclasses.replace(LLAMA8, vocab_size=127, tie_embeddings=True)

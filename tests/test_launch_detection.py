@@ -127,6 +127,8 @@ def test_a_tpu_slice_has_the_machines_that_its_topology_needs():
     assert job["template"]["spec"]["completions"] * chips == rows * columns
 
 
+# Starts processes, as a Slurm job in the fast part.
+@pytest.mark.slow
 def test_pods_of_a_tpu_slice(tmp_path):
     pods = pod_environments("gke_jobset.yaml")
     hosts = [f"jaxtrain-slice-0-{number}.jaxtrain" for number in range(len(pods))]
@@ -146,6 +148,8 @@ def test_pods_of_gpu_machines(tmp_path):
 # -- TPU VMs ---------------------------------------------------------------------------------------
 
 
+# Starts processes, as a Slurm job in the fast part.
+@pytest.mark.slow
 def test_workers_of_two_slices_of_tpu_vms(tmp_path):
     with contextlib.ExitStack() as servers:
         workers = []

@@ -136,9 +136,7 @@ def test_a_role_is_kept_in_a_stack_and_a_wrong_one_refused():
 
 # Each kind of attention and of state stays in the fast part.
 # The cases that are left run the same code.
-@pytest.mark.slow_cases(
-    "Gemma3",
-)
+@pytest.mark.slow_cases("Gemma3")
 @pytest.mark.slow_cases(
     "Llama",
     "LSTM",

@@ -355,7 +355,7 @@ def followed(optimizer, scheduler) -> list[float]:
 def rates_of(steps: int = STEPS, *, count: int | None = None, **settings) -> np.ndarray:
     """The learning rates of a run's steps, or of its first `count`."""
     schedule = make_schedule(Schedule(**settings), PEAK, steps)
-    return np.array([float(schedule(step)) for step in range(count or steps)])
+    return np.asarray(jax.vmap(schedule)(np.arange(count or steps)), np.float64)
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])

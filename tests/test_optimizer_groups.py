@@ -212,8 +212,8 @@ def test_adaptive_clipping_is_optaxs_layer_by_layer():
     assert shortened == 4  # all but what makes logits
 
 
-# The cases that are left run the same code.
-@pytest.mark.slow_cases("{'fsdp': 4}")
+# Two programs; updates of groups are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"pipe": 2, "fsdp": 2}], ids=str)
 def test_all_of_it_on_a_mesh_is_that_of_one_device(sizes):
     settings = Optimizer(

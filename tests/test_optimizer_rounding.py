@@ -70,6 +70,8 @@ def test_roundings_on_a_mesh_are_those_of_one_device(sizes):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(one["w"].get_value())[places])
 
 
+# Two programs; the rounding itself is in the fast part.
+@pytest.mark.slow
 def test_a_step_rounds_by_its_number_and_nothing_else():
     settings = Optimizer(rule=SGD(momentum=0.0), learning_rate=1e-4, weight_decay=0.0)
     optimizer = make_optimizer(settings, optax.constant_schedule(1e-4))

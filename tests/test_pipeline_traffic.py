@@ -145,7 +145,6 @@ RINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.slow_cases("1f1b")
 @pytest.mark.parametrize("name", RINGS)
 def test_a_ring_inside_stages_moves_what_the_textbook_says(name):
     """Of the microbatches; what ranks without one do with the others lies in the bubble."""

@@ -380,6 +380,8 @@ def test_slices_are_joined_by_the_network(fsdp):
     assert {link for axis, link in links.items() if "data" in axis} == {"dcn"}
 
 
+# Compiles a step; what is printed is in the fast part.
+@pytest.mark.slow
 def test_the_command_writes_what_it_prints(tiny_config, tmp_path, capsys):
     files = ["--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png")]
     assert main(["plan", str(tiny_config), "--target", "cpu:8", *files]) == 0

@@ -200,6 +200,8 @@ def gradients(precision: Precision):
         return jax.jit(program.setup.gradients)(program.create(0), TEXT)[:2]
 
 
+# Two programs; dynamic scales are in the fast part.
+@pytest.mark.slow
 def test_a_fixed_scale_gives_the_gradients_and_loss_of_none():
     plain, plain_metrics = gradients(Precision(compute="float32"))
     scaled, metrics = gradients(Precision(compute="float32", loss_scale=1000.0))

@@ -170,7 +170,8 @@ def test_padding_and_what_follows_change_no_logit():
     assert np.abs(of_other - short).max() > 1e-3
 
 
-@pytest.mark.slow_cases("attends")
+# Scores every target; tests/test_generate_targets.py has searches.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attends", "last_state"])
 def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
     """Beams of several sources, each with its own states; all 6^3 targets are told whole."""

@@ -122,6 +122,8 @@ COMPILED = {
 
 
 # tests/test_traffic.py has the same closed forms for other meshes.
+# Compiles a step; masters bit for bit are in the fast part.
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.slow_cases("pipe", "tensor, replicas", "pipe, sums in bfloat16")
 @pytest.mark.parametrize("name", COMPILED)

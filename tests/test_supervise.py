@@ -347,6 +347,8 @@ def test_a_stalled_command_is_killed_and_started_again(stall, tmp_path):
     assert len(records(tmp_path)) == 2
 
 
+# Waits; a stalled command is in the fast part.
+@pytest.mark.slow
 def test_a_busy_command_is_not_stalled(tmp_path):
     busy = "report_to_supervisor(); time.sleep(4)"
     assert run(tmp_path, busy, stall_seconds=2.0) == (0, [])

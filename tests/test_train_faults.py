@@ -239,6 +239,8 @@ def test_a_run_that_cannot_get_past_a_bad_step_stops(tiny_config, tmp_path):
     trainer.close()
 
 
+# A run; tests/test_data_bad_records.py counts records in the fast part.
+@pytest.mark.slow
 def test_bad_records_are_left_out_up_to_the_limit(tiny_config):
     allowed = Trainer(load_config(tiny_config, ["Train.bad_records = 2"]))
     indices = touch(allowed, [1, 3], unreadable)

@@ -160,6 +160,8 @@ def alone(request):
     return request.param, step_on(request.param, BATCH)
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("autoencoder-{'fsdp': 2, 'tensor': 4, 'zero': 1}")
 @pytest.mark.slow_cases(
     "mlp-{'data': 8}",
     "autoencoder-{'fsdp': 4, 'tensor': 2, 'zero': 3}",

@@ -116,7 +116,6 @@ def assert_close(found, expected, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.slow_cases("diloco", "one device", "zero 1, int8")
 def test_with_the_weights_of_transformers_everything_is_as_there(trainer, peer):
     before = jax.tree.map(lambda x: x.sharding, trainer.state)
     trainer.set_weights(peer["weights"])
@@ -149,7 +148,8 @@ def aligned(x: np.ndarray) -> np.ndarray:
     return copy
 
 
-@pytest.mark.slow_cases("one device", "pipeline", "diloco")
+# Two programs; weights of PyTorch's are in the fast part.
+@pytest.mark.slow
 def test_its_own_weights_change_nothing_but_averages(trainer):
     trainer.step(BATCH)
     before = jax.device_get(trainer.state)
