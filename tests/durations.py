@@ -9,21 +9,27 @@ import sys
 from pathlib import Path
 
 COLUMNS = ("file", "test", "part", "tests", "seconds", "compiles")
+_NOTHING = {"tests": 0, "seconds": 0.0, "compiles": 0}
 
 
-def rows_of(report: dict, part: str) -> list[dict]:
-    """Return one row for every test function of a report, in order of names."""
+def rows_of(reports: list[dict], part: str) -> list[dict]:
+    """Return one row for every test function of the reports, in order of names."""
+    found: dict[tuple[str, str], dict] = {}
+    for test in (test for report in reports for test in report["tests"]):
+        row = found.setdefault((test["file"], test["test"]), test | _NOTHING)
+        for name in _NOTHING:
+            row[name] += test.get(name, 0)
     rows = [
         {
             "file": test["file"],
             "test": test["test"],
             "part": part,
-            "tests": test.get("tests", 0),
-            "seconds": round(test.get("seconds", 0.0), 1),
-            "compiles": test.get("compiles", 0),
+            "tests": test["tests"],
+            "seconds": round(test["seconds"], 1),
+            "compiles": test["compiles"],
         }
-        for test in report["tests"]
-        if test.get("tests", 0)
+        for test in found.values()
+        if test["tests"]
     ]
     return sorted(rows, key=lambda row: (row["file"], row["test"]))
 
@@ -43,14 +49,10 @@ def longest_files(rows: list[dict], count: int) -> list[str]:
     return lines
 
 
-def main(fast: str, slow: str) -> None:
-    """Write the table of both reports next to this file."""
-    reports = {"fast": fast, "slow": slow}
-    rows = [
-        row
-        for part, path in reports.items()
-        for row in rows_of(json.loads(Path(path).read_text()), part)
-    ]
+def main(fast: str, *slow: str) -> None:
+    """Write the table of these reports next to this file."""
+    reports = [json.loads(Path(path).read_text()) for path in (fast, *slow)]
+    rows = rows_of(reports[:1], "fast") + rows_of(reports[1:], "slow")
     with Path(__file__).with_name("durations.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

@@ -7,7 +7,7 @@ Options of pytest (tests/conftest.py loads this plugin):
                           durations that `make durations` recorded
   --first N               start with the N-th file (modulo their number): what had no time left
                           this time comes first the next time
-  --every-case            run what is resting, too
+  --resting               run what rests without this option, and nothing else
 
 A run of the whole suite takes turns, N from --first or else the number of commits. Of the slow
 cases of a test function every fourth runs, so that after four turns each has run. Of the tests of a
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--strict-skips", action="store_true")
     group.addoption("--until", type=float)
     group.addoption("--first", type=int, default=0)
-    group.addoption("--every-case", action="store_true")
+    group.addoption("--resting", action="store_true")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,15 +72,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     (xdist keeps the order with --no-loadscope-reorder.)
     """
     recorded, seconds = read_durations(), Counter()
-    named = any(".py" in argument for argument in config.args)
-    if not named and not config.option.every_case:
-        resting = find_resting(items, config.option.first or _count_commits(), recorded)
-        config.stash[_RESTING] = dict(Counter(item.path.name for item in resting))
+    named = any(".py" in argument for argument in config.args) or config.getoption("lf", False)
+    if not named:
+        resting = set(find_resting(items, config.option.first or _count_commits(), recorded))
+        counts = Counter(item.path.name for item in resting)
+        if config.option.resting:  # they rest no longer: added to another run's there are none
+            counts = Counter({file: -count for file, count in counts.items()})
+            resting = set(items) - resting
+        config.stash[_RESTING] = dict(counts)
         if hasattr(config, "workeroutput"):
-            config.workeroutput["resting"] = config.stash[_RESTING]
-        config.hook.pytest_deselected(items=resting)
-        gone = set(resting)
-        items[:] = [item for item in items if item not in gone]
+            config.workeroutput["resting"] = dict(counts)
+        config.hook.pytest_deselected(items=[item for item in items if item in resting])
+        items[:] = [item for item in items if item not in resting]
     for item in items:
         seconds[item.path] += _recorded_seconds(item, recorded, 1.0)
     files = sorted(seconds, key=lambda file: -seconds[file])
@@ -274,8 +277,8 @@ class _Reports:
         if self.rotated:
             terminalreporter.section("run in turn, one of a group at each number of commits")
             terminalreporter.write_line("\n".join(sorted(self.rotated)))
-        if self.resting:
-            terminalreporter.section("resting until their turn (--every-case runs them)")
+        if self.resting and not self.config.option.resting:
+            terminalreporter.section("resting until their turn (--resting runs them)")
             terminalreporter.write_line(
                 " ".join(f"{file} {count}" for file, count in sorted(self.resting.items()))
             )

@@ -1,6 +1,7 @@
 """What closes a whole run: the claims of its files, forbidden skips, and what had no time left."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -96,16 +97,20 @@ def test_cases_that_rest_are_counted(run_suite):
     assert "test_little.py 1" in printed.partition("resting until their turn")[2]
     status, _, with_workers = run_suite("-m", "slow", "--first", "4", "-n", "2")
     assert (status, with_workers["files"]["test_little.py"]["resting"]) == (0, 1)
-    for everything in ("--every-case", "test_little.py"):
-        status, printed, _ = run_suite("-m", "slow", everything)
+    status, printed, report = run_suite("-m", "slow", "--first", "4", "--resting")
+    assert (status, report["files"]["test_little.py"]["resting"]) == (1, -1)
+    assert "1 failed" in printed
+    assert "passed" not in printed
+    for everything in (["test_little.py"], ["--last-failed"]):
+        status, printed, _ = run_suite("-m", "slow", *everything)
         assert status == 1
-        assert "1 failed, 1 passed" in printed
+        assert ("1 passed" in printed) == (everything == ["test_little.py"])
 
 
 # Starts pytest twice.
 @pytest.mark.slow
 def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
-    late = ("--every-case", "--until")
+    late = ("test_little.py", "--until")
     status, printed, report = run_suite("-m", "slow", *late, str(time.time() + 30))
     assert status == 0  # a test without a record counts as a minute
     assert report["files"]["test_little.py"]["not run"] == 2
@@ -116,6 +121,13 @@ def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
         report["files"]["test_little.py"]["passed"],
         report["files"]["test_little.py"]["failed"],
     ) == (1, 1)
+
+
+def test_a_report_of_a_run_before_is_not_taken_for_a_folder_of_tests():
+    """pytest reads its first arguments before it knows our options: a file there that exists would
+    be where it looks for conftest.py, and a second `make test` would not know its own options."""
+    assert "--report=" in (TESTS.parent / "Makefile").read_text()
+    assert not re.search(r"--report\s", (TESTS.parent / "Makefile").read_text())
 
 
 def make_item(name, **markers):
