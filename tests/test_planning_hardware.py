@@ -88,6 +88,22 @@ def test_memory_s_bandwidth_is_that_of_its_pins(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "teraflops", "l2"),
+    [
+        ("a100", 19.5, 40), ("h100", 66.9, 50), ("h100-pcie", 51.2, 50), ("h100-nvl", 60.3, 50),
+        ("h200", 66.9, 50), ("l4", 30.3, 48), ("l40s", 91.6, 96), ("rtx3090", 35.6, 6),
+        ("rtx4090", 82.6, 72), ("rtx5090", 104.8, 96),
+    ],
+)  # fmt: skip
+def test_a_processor_has_the_documented_peak_and_cache(name, teraflops, l2):
+    """Float32 without matrix units, and MiB of L2, of the data sheets and white papers."""
+    of = CHIPS[name].processor
+    peak = 2 * of.cores * of.fpus_per_core * of.clock_ghz / 1e3
+    assert peak == pytest.approx(teraflops, rel=3e-3)
+    assert of.l2_bytes == l2 * 2**20
+
+
+@pytest.mark.parametrize(
     ("name", "gigabytes"),
     [("l4", 64), ("l40s", 64), ("h100-nvl", 128), ("rtx4090", 64), ("rtx5090", 128)],
 )
