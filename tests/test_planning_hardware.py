@@ -77,6 +77,16 @@ def test_tf32_runs_at_half_the_rate(name):
     assert CHIPS[name].float32_flops == pytest.approx(CHIPS[name].bf16_flops / 2, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("v4", 1200), ("v5e", 819), ("v5p", 2765), ("v6e", 1638), ("7x", 7380)],
+)
+def test_memory_s_bandwidth_of_tpus_is_the_documented_one_of_a_chip(name, gigabytes):
+    """https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, whose 7x is two devices."""
+    chip = CHIPS[name]
+    assert chip.hbm_bandwidth * chip.devices == pytest.approx(gigabytes * 1e9, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["l4", "rtx3090", "rtx4090", "rtx5090"])
 def test_memory_s_bandwidth_is_that_of_its_pins(name):
     """Pins x bits/s of one: GDDR6 at 12.5 Gb/s, GDDR6X at 19.5 and 21, GDDR7 at 28."""

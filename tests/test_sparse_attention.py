@@ -243,6 +243,18 @@ def test_on_a_mesh_equals_its_dense_mask(sizes: dict[str, int], name: str, kerne
     assert_equal(found, dense(name, T, True))
 
 
+def test_a_pattern_for_shorter_rows_keeps_its_shares() -> None:
+    """As verify shrinks one; no stride, window or length is below two tokens."""
+    assert StridedPattern(stride=128).rescale(1 / 32) == StridedPattern(stride=4)
+    assert StridedPattern(stride=8).rescale(1 / 32) == StridedPattern(stride=2)
+    window = LongformerPattern(window=512, global_tokens=16).rescale(1 / 8).window
+    assert window == 64
+    fixed = FixedPattern(stride=128, summary_tokens=32).rescale(1 / 32)
+    assert fixed == FixedPattern(stride=4, summary_tokens=2)
+    dilated = DilatedPattern(segment_lengths=(512, 2048), dilated_ratios=(1, 2)).rescale(1 / 16)
+    assert dilated == DilatedPattern(segment_lengths=(32, 128), dilated_ratios=(1, 2))
+
+
 # -- a model --------------------------------------------------------------------------------------
 
 
