@@ -119,16 +119,19 @@ def module_of(file: Path) -> str:
 def tests_of(module: str, seconds: dict[str, float]) -> list[str]:
     """Return the test files nearest to a module.
 
-    First those that import it, then those named after its package, then those named after its
-    importers or importing them; of each kind the quickest first.
+    First those named after it, then those that import it, then those named after its package, then
+    those named after its importers or importing them; of each kind the quickest first. A file that
+    is recorded with slow tests alone is none.
     """
-    package = module.split(".")[-2]
+    package, own = module.split(".")[-2:]
     chosen: list[str] = []
 
     def choose(paths: set[Path], most: int) -> None:
-        files = {path.name for path in paths} - {*chosen}
+        files = {path.name for path in paths if seconds.get(path.name, 60.0) > 0} - {*chosen}
         chosen.extend(sorted(files, key=lambda file: seconds.get(file, 60.0))[:most])
 
+    for named in (f"test_{package}_{own}.py", f"test_{own}.py"):
+        choose({*(ROOT / "tests").glob(named)}, 1)
     choose(set(importers_of(module, "tests", "test_*.py")), TEST_FILES)
     choose({*(ROOT / "tests").glob(f"test_{package}.py")}, 1)
     choose({*(ROOT / "tests").glob(f"test_*{package}*.py")}, TEST_FILES // 2)
@@ -146,11 +149,11 @@ def tests_of(module: str, seconds: dict[str, float]) -> list[str]:
 
 
 def read_seconds() -> dict[str, float]:
-    """Return test file -> recorded seconds of its fast part."""
+    """Return test file -> recorded seconds of its fast part: 0 only where it has none."""
     seconds: dict[str, float] = defaultdict(float)
     with (ROOT / "tests" / "durations.csv").open() as file:
         for row in csv.DictReader(file):
-            seconds[row["file"]] += float(row["seconds"]) * (row["part"] == "fast")
+            seconds[row["file"]] += (0.01 + float(row["seconds"])) * (row["part"] == "fast")
     return seconds
 
 

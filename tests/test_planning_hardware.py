@@ -77,6 +77,21 @@ def test_tf32_runs_at_half_the_rate(name):
     assert CHIPS[name].float32_flops == pytest.approx(CHIPS[name].bf16_flops / 2, rel=1e-2)
 
 
+# Compute capability -> KiB a multiprocessor, a block: CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability".
+SHARED = {
+    (8, 0): (164, 163), (8, 6): (100, 99), (8, 9): (100, 99), (9, 0): (228, 227),
+    (10, 0): (228, 227), (10, 3): (228, 227), (12, 0): (100, 99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.processor])
+def test_shared_memory_is_that_of_the_compute_capability(name):
+    of = CHIPS[name].processor
+    kib = of.shared_bytes_per_core / 1024, of.shared_bytes_per_block / 1024
+    assert kib == SHARED[of.compute_capability]
+
+
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [("v4", 1200), ("v5e", 819), ("v5p", 2765), ("v6e", 1638), ("7x", 7380)],
