@@ -142,6 +142,13 @@ def test_a_run_saves_after_the_steps_that_it_reports_and_resumes(tiny_config, tm
         np.testing.assert_array_equal(one, other)
 
 
+def test_failures_of_a_run_are_those_of_all_its_devices(tiny_config, tmp_path):
+    """Device-hours between failures, of eight devices, in seconds."""
+    trainer = Trainer(load_config(tiny_config, [AUTO, "Checkpoint.mtbf = 100.0"]), tmp_path)
+    assert trainer._saved.schedule._mtbf == 100 * 3600 / 8
+    trainer.close()
+
+
 def test_without_a_folder_nothing_is_measured(tiny_config):
     trainer = Trainer(_often(tiny_config, "Train.steps = 25"))
     trainer.train()
