@@ -211,7 +211,7 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
     return lower_step(program, batch).compile().memory_analysis().temp_size_in_bytes
 
 
-# Four programs; tests/test_pipeline_buffers.py has the buffers of schedules in the fast part.
+# Compiles four programs to compare their memory.
 @pytest.mark.slow
 def test_1f1b_keeps_few_microbatches_alive_and_gpipe_keeps_all():
     # Doubled past the 7 alive on 4 ranks: with 1F1B only the tokens grow, with GPipe every stage

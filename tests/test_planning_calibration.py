@@ -104,7 +104,7 @@ def test_fractions_of_the_step_sum_to_one():
     assert sum(parts[name] for name in exposed) == pytest.approx(made.exposed / made.seconds)
 
 
-# A whole search; tests/test_planning_search.py has bounds of searches in the fast part.
+# A whole search; tests/test_planning_search.py has another in the fast part.
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.7, 5.0])
 @pytest.mark.rotated("searches")
